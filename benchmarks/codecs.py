@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from benchmarks import harness, launch, pages
-from onefold.comm.sums import add_up
 from onefold.quant.codecs import CODECS
+from onefold.runtime.hops import add_up
 
 SCHEMA = "onefold-codecs/1"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -241,7 +241,7 @@ class Onefold(Torch):
         self.onefold.clip_grad_norm_(self.model, self.setting.clip)
 
     def ledger_bytes(self) -> int | None:
-        return int(self.engine.traffic.total())
+        return int(self.engine.traffic.sent().nbytes)
 
 
 def prepare(side: str, device: str = "cpu") -> None:

@@ -243,7 +243,7 @@ class LedgerCounter:
             others = [rank for rank in read_ranks(event.group) if rank != self._rank]
             away = [rank for rank in others if rank // RANKS_A_HOST != host]
             between += event.nbytes * len(away) / max(1, len(others))
-        total = self._traffic.total()
+        total = self._traffic.sent().nbytes
         kept = sum(event.nbytes for event in self._traffic.events)
         if kept != total:
             raise RuntimeError(

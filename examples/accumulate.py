@@ -31,7 +31,7 @@ def bytes_of_a_step(recipe: onefold.Recipe) -> int:
     generator = torch.Generator().manual_seed(rank)
     before = 0
     for _ in range(2):  # the second step is the typical one
-        before = traffic.total()
+        before = traffic.sent().nbytes
         for number in range(MICRO_BATCHES):
             last = number == MICRO_BATCHES - 1
             with contextlib.nullcontext() if last else onefold.no_sync(model):
@@ -41,7 +41,7 @@ def bytes_of_a_step(recipe: onefold.Recipe) -> int:
                 ).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return traffic.total() - before
+    return traffic.sent().nbytes - before
 
 
 def main() -> dict[str, int]:

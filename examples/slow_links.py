@@ -45,7 +45,7 @@ def train(recipe: onefold.Recipe) -> tuple[float, float, int]:
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(STEPS):
-        before = traffic.by_link()["between"]
+        before = traffic.sent().between
         x = torch.randn(32, WIDTH, generator=generator)
         loss = nn.functional.mse_loss(model(x).float(), torch.tanh(x.roll(1, dims=1)))
         loss.backward()
@@ -53,7 +53,7 @@ def train(recipe: onefold.Recipe) -> tuple[float, float, int]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses[0], losses[-1], traffic.by_link()["between"] - before
+    return losses[0], losses[-1], traffic.sent().between - before
 
 
 def main() -> None:

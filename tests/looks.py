@@ -90,7 +90,8 @@ def sent(model: nn.Module) -> dict[str, int]:
 
 def sent_by_link(model: nn.Module) -> dict[str, int]:
     """The same inside a node and between nodes."""
-    return engine(model).traffic.by_link()
+    sent = engine(model).traffic.sent()
+    return {"inside": sent.nbytes - sent.between, "between": sent.between}
 
 
 def moved(model: nn.Module) -> dict[str, int]:

@@ -17,28 +17,28 @@ if TYPE_CHECKING:
     from onefold.comm import StallError
     from onefold.deepspeed.setup import initialize
     from onefold.memory import TierError
-    from onefold.optim import GradScaler
+    from onefold.optim.clip import GradScaler, clip_grad_norm_
     from onefold.recipe import Placement, Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
     from onefold.runtime.hooks import engine_of
     from onefold.runtime.state.dicts import full_state_dict, load_full_state_dict
     from onefold.runtime.state.start import full_params, keep_gathered
     from onefold.runtime.uninitialized import UninitializedError
-    from onefold.sharding import clip_grad_norm_, no_sync, shard, unshard
+    from onefold.sharding import no_sync, shard, unshard
 
 __version__ = "0.1.0"
 #: {module of this package: names in it that the package exports}.
 _FROM = {
     "comm": ("StallError",),
     "memory": ("TierError",),
-    "optim": ("GradScaler",),
+    "optim.clip": ("GradScaler", "clip_grad_norm_"),
     "recipe": ("Placement", "Recipe", "Row", "Tier"),
     "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),
     "runtime.uninitialized": ("UninitializedError",),
     "runtime.state.dicts": ("full_state_dict", "load_full_state_dict"),
     "runtime.state.start": ("full_params", "keep_gathered"),
     "runtime.hooks": ("engine_of",),
-    "sharding": ("clip_grad_norm_", "no_sync", "shard", "unshard"),
+    "sharding": ("no_sync", "shard", "unshard"),
     "checkpoint": ("Checkpointer", "CheckpointError", "load", "save", "save_async"),
     "pretrained.adapters": ("load_adapters", "save_adapters"),
     "checkpoint.dcp": ("dcp_state_dict",),

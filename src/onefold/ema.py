@@ -27,6 +27,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,7 +38,14 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.interval import disable_torch_function, local_part
-from onefold.runtime.parts import MasterParts, StateItem, from_first, master_items, tell_all
+from onefold.runtime.parts import (
+    MasterParts,
+    StateItem,
+    from_first,
+    master_items,
+    said_by_first,
+    tell_all,
+)
 from onefold.runtime.state.dicts import whole_state_dict
 
 #: The category of the averages in memory ledgers.
@@ -176,9 +184,7 @@ class EMA:
         self._refuse_inside("load_state_dict")
         engine = self._engine()
         first = engine.rank == 0
-        wrong, updates = tell_all(engine, _LOAD, self._look(state_dict) if first else None)[0]
-        if wrong:
-            raise ValueError(f"{_LOAD}: {wrong}")
+        updates = said_by_first(engine, _LOAD, partial(self._look, state_dict))
         parts = AverageParts(self._averages)
         with disable_torch_function(), torch.no_grad():
             for item in self._items(engine):
@@ -196,20 +202,19 @@ class EMA:
             for item in master_items(engine.entries)
         ]
 
-    def _look(self, state: Mapping[str, Any] | None) -> tuple[str, int]:
-        """Return what is wrong with rank 0's dict (or ""), and its number of updates."""
+    def _look(self, state: Mapping[str, Any] | None) -> int:
+        """Return the number of updates of rank 0's dict, or raise ValueError: what is wrong with it."""
         if not isinstance(state, Mapping) or "n_averaged" not in state:
-            complaint = (
+            raise ValueError(
                 "rank 0 was given no state of an average; expected what EMA.state_dict() or"
                 " torch's AveragedModel.state_dict() returned (n_averaged, module.<name>, ...)."
             )
-            return complaint, 0
         for entry in self._averages:
             found, name = _find(state, entry), f"'module.{entry.name}'"
             if found is None or tuple(found.shape) != tuple(entry.shape):
                 was = "is missing" if found is None else f"has shape {tuple(found.shape)}"
-                return f"{name} {was}, expected shape {tuple(entry.shape)}.", 0
-        return "", int(state["n_averaged"])
+                raise ValueError(f"{name} {was}, expected shape {tuple(entry.shape)}.")
+        return int(state["n_averaged"])
 
     def _refuse_inside(self, call: str) -> None:
         if self._inside:

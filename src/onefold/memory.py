@@ -250,9 +250,7 @@ class Pool:
         self._drained = 0
 
     def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
-        """Return a buffer of `numel` elements with undefined contents, and enter it in the ledger
-        under `category` and `unit`.
-        """
+        """Return a buffer, [numel], with undefined contents, and enter it in the ledger."""
         free = self._free[numel, dtype]
         try:
             buffer, _ = free.pop()  # another thread may have taken the last one
@@ -266,15 +264,11 @@ class Pool:
         return buffer
 
     def fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory with undefined contents that will not come back to the pool. The caller
-        enters it in the ledger.
-        """
+        """Return new memory that will not come back; the caller enters it in the ledger."""
         return empty(numel, dtype, self.device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Take a buffer back. The caller must not use it any more. Other code may still hold a
-        view, which keeps its memory alive.
-        """
+        """Take a buffer back. Other code may still hold a view, which keeps its memory alive."""
         category, unit = self._taken.pop(id(buffer))
         self.ledger.add(category, -nbytes_of(buffer), unit)
         if owners_of(buffer) <= 1:
@@ -300,9 +294,7 @@ class Pool:
 
 
 def storage_of(t: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's storage: the same for all its views. Works for
-    fake and meta tensors too.
-    """
+    """Return what identifies a storage, whatever its views; also of fake and meta tensors."""
     return t.untyped_storage()._cdata
 
 

@@ -13,18 +13,12 @@ import torch
 from torch import nn
 
 from onefold.comm import Group
-from onefold.comm.communicators import members, mesh_of, note_exit, one_axis
+from onefold.comm.communicators import mesh_of, note_exit, one_axis
 from onefold.device import default_device, with_index
 from onefold.offload.nvme_storage import preflight
-from onefold.optim import (
-    across_stages,
-    clip_grad_norm,
-    install_step_hooks,
-    remove_step_hooks,
-)
 from onefold.optim.states import met
+from onefold.optim.steps import install_step_hooks, remove_step_hooks
 from onefold.recipe import Recipe
-from onefold.recipe.rows import NATIVE
 from onefold.runtime.engine import Activations, Engine
 from onefold.runtime.flat import Entry, Flat, declare
 from onefold.runtime.gather import Gather
@@ -101,11 +95,7 @@ def shard(
         ValueError: an argument is invalid; the message says what to change.
     """
     refuse_arguments(module, recipe, units, init, group, mesh, data)
-    if mesh is not None:
-        ranks = mesh_of(mesh, data)
-    else:
-        given, numbers = members(group)
-        ranks = one_axis(numbers, given)
+    ranks = one_axis(group) if mesh is None else mesh_of(mesh, data)
     recipe = with_replicas(recipe, ranks)
     where = _device(module, device, at_once=ranks.size == 1)
     incoming, names = None, set[str]()
@@ -118,10 +108,9 @@ def shard(
     mark_partial(specs, partial, ranks)
     refuse_max_norm(module, ranks.size == 1)
     with contextlib.ExitStack() as undo:  # if anything below raises
-        over = ranks.group if ranks.plain else ranks
-        all_ranks = Group.over(over, where, recipe.stall_timeout, recipe.inner)
+        all_ranks = Group.over(ranks, where, recipe.stall_timeout, recipe.inner)
         undo.callback(all_ranks.close)
-        engine = Engine(specs, recipe, all_ranks, where, Capabilities(), ranks)
+        engine = Engine(specs, recipe, all_ranks, where, Capabilities())
         undo.callback(_close, engine)
         # What the ranks must have alike, before anything is laid out
         values = compare_ranks(engine, module, recipe, specs, incoming is not None)
@@ -266,41 +255,6 @@ def _unwrap(param: nn.Parameter) -> None:
         param.__class__ = plain
 
 
-def clip_grad_norm_(
-    module: nn.Module | Sequence[nn.Module],
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    group: Any = None,
-) -> torch.Tensor:
-    """Scale all gradients so that their global norm is at most `max_norm`. Collective. Returns the
-    norm before scaling, on every rank. Each element counts once, whatever axes of a mesh it is
-    divided or replicated over.
-
-    Args:
-        module: the model; or a list of the stages of a pipeline that this rank has, each sharded by
-            itself. Then the norm is over all stages of all ranks, and every rank must call it.
-        group: with a list, the process group of the ranks of all stages; None for all ranks.
-
-    Raises:
-        ValueError: `max_norm` is not a number from 0 up (infinity only measures), `norm_type` is
-            not a number above 0, or `group` was given with one model.
-    """
-    if isinstance(module, nn.Module):
-        if group is not None:
-            raise ValueError(
-                "clip_grad_norm_(model, ..., group=...): a model's norm is over its own ranks. Leave"
-                " group out, or give a list of a pipeline's stages."
-            )
-        return clip_grad_norm([engine_of(module)], max_norm, norm_type)
-    engines = [engine_of(stage) for stage in module]
-    if not engines:
-        raise ValueError(
-            "clip_grad_norm_() was given no stage: give the list of those on this rank."
-        )
-    return clip_grad_norm(engines, max_norm, norm_type, across_stages(engines, group))
-
-
 @contextlib.contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
     """Context for micro-batches before the last of a step: gradients that the recipe reduces at the
@@ -337,16 +291,14 @@ class Capabilities:
         return EncodedGather(flat, engine)
 
     def hop(self, flat: Flat, at: int, engine: Engine) -> Hop:
-        group = flat.group  # its levels are like it
-        if flat.spec.encodes(flat.spec.hops[at]) and not group.alone:
+        hop = flat.spec.hops[at]
+        if flat.spec.encodes(hop) and not flat.group.alone:
             from onefold.quant.hops import Encoded
 
             return Encoded(flat, at, engine)
-        if engine.recipe.reduce == NATIVE and flat.spec.hops[at].size > 1:
-            return Native(flat, at, engine)
-        if group.native and flat.spec.hops[at].size > 1:
-            return Rows(flat, at, engine)
-        return Pairwise(flat, at, engine)
+        by: dict[str, Any] = {"pairwise": Pairwise, "at once": Rows, "backend": Native}
+        made: Hop = by[flat.spec.added_by(hop)](flat, at, engine)
+        return made
 
     def steppers(self, engine: Engine) -> Steppers:
         """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""

@@ -201,7 +201,7 @@ class Skips(TinyMLP):
 @on_ranks(2)
 def test_units_that_were_gathered_ahead_and_skipped_are_dropped() -> None:
     curves = []
-    for stage, options in ((0, {}), (3, {}), (3, {"prefetch": 0, "overlap": False})):
+    for stage, options in ((0, {}), (3, {}), (3, {"prefetch": 0, "in_flight": 0})):
         model = sharded(stage, Skips, **options)
         looks.watch(model)
         curves.append(train(model, sgd(model), batches(6)))
@@ -214,7 +214,7 @@ def test_units_that_were_gathered_ahead_and_skipped_are_dropped() -> None:
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{"stage": 0, "overlap": False}, {"stage": 2, "in_flight": 5}])
+@pytest.mark.parametrize("options", [{"stage": 0, "in_flight": 0}, {"stage": 2, "in_flight": 5}])
 def test_sums_that_come_after_their_pass_was_dropped_are_taken_for_no_later_ones(
     options: dict[str, Any],
 ) -> None:

@@ -50,7 +50,8 @@ RECIPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
       "bfloat16": {"enabled": True}, "communication_data_type": "FP32",
       "data_types": {"grad_accum_dtype": "fp32"}},
      {"stage": 2, "precision": "bf16", "prefetch": 0, "wire": "fp32", "accumulate_dtype": "fp32"}),
-    ({**zero(2, overlap_comm=False), "fp16": {"enabled": True}}, {"stage": 2, "precision": "fp16", "overlap": False}),
+    ({**zero(2, overlap_comm=False), "fp16": {"enabled": True}}, {"stage": 2, "precision": "fp16", "in_flight": 0}),
+    (zero(overlap_comm=False), {"prefetch": 0, "in_flight": 0}),
     ({**zero(1), "fp16": {"enabled": True, "auto_cast": False}}, {"stage": 1, "precision": "fp16", "cast_inputs": False}),
     ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}, "optimizer": adam()},
      {"stage": 0, "precision": "bf16", "master_dtype": "bf16", "moments": "fp32"}),
@@ -74,7 +75,7 @@ RECIPES: list[tuple[dict[str, Any], dict[str, Any]]] = [
      {"stage": 1}),
     # 0 and 1 are booleans
     ({**zero(2, overlap_comm=0, cpu_offload=1), "bf16": {"enabled": 1}},
-     {"stage": 2, "overlap": False, "offload_optimizer": "cpu", "precision": "bf16"}),
+     {"stage": 2, "in_flight": 0, "offload_optimizer": "cpu", "precision": "bf16"}),
 ]  # fmt: skip
 
 
@@ -90,7 +91,7 @@ def test_a_configuration_may_be_a_dict_a_path_or_base64(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config))
     encoded = base64.urlsafe_b64encode(json.dumps(config).encode()).decode()
-    expected = onefold.Recipe.zero(2, precision="fp16", overlap=False)
+    expected = onefold.Recipe.zero(2, precision="fp16", in_flight=0)
     for given in (config, path, str(path), encoded):
         assert recipe_from(given) == expected, given
 

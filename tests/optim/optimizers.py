@@ -285,8 +285,8 @@ WHOLE: dict[str, Make] = {
 }
 #: No shard can be stepped, and no matrix alone: {name: (how it is made, words of the sentence)}
 REFUSED: dict[str, tuple[Make, tuple[str, ...]]] = {
-    "LBFGS": (of_torch("LBFGS", lr=0.1, max_iter=2), ("stage 0", "elementwise_optimizer")),
-    "Prodigy": (packaged("prodigyopt", "Prodigy", lr=1.0), ("stage 0", "elementwise_optimizer")),
+    "LBFGS": (of_torch("LBFGS", lr=0.1, max_iter=2), ("stage 0", "whole=False")),
+    "Prodigy": (packaged("prodigyopt", "Prodigy", lr=1.0), ("stage 0", "whole=False")),
     "a norm of each layer": (lambda p: Own(p, lamb), ("stage 0", "whole=True")),
     "a norm of large matrices": (lambda p: Own(p, if_large), ("whole=True",)),
     "a norm of all in one group": (lambda p: looking(p, "all"), ("a group's looks_at='all'",)),

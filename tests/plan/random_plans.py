@@ -52,7 +52,6 @@ options = st.fixed_dictionaries(
     optional={
         "prefetch": st.integers(0, 3),
         "in_flight": st.integers(0, 3),
-        "overlap": st.booleans(),
         "reshard_after_forward": st.booleans(),
         "accumulate_dtype": st.sampled_from(("fp32", "bf16")),
     },

@@ -126,7 +126,7 @@ def _status(key: str) -> int:
 SIMPLE = ("gpt", "wide gpt", "big gpt", "mlp", "large mlp", "routed")
 #: Options that the closed forms know, or that change no byte of them.
 OF_WIRE = {"precision", "master_dtype", "wire", "reduce_at", "reshard_after_forward", "prefetch", "in_flight",
-           "overlap", "group", "shard_group", "optimizer_over", "second_copy", "offload_optimizer", "offload_param",
+           "group", "shard_group", "optimizer_over", "second_copy", "offload_optimizer", "offload_param",
            "offload_gradients", "chunk", "step_in_backward", "units", "moments", "reduce"}  # fmt: skip
 OF_REST = OF_WIRE - {
     "offload_optimizer",

@@ -138,9 +138,12 @@ def accumulation() -> Iterator[Row]:
         yield row("accumulation", stage, wide, loop=THREE, ci=stage == 2)
 
 
+ALONE: Options = {"prefetch": 0, "in_flight": 0}
+
+
 def schedule() -> Iterator[Row]:
     for stage in STAGES:
-        for options in ({}, {"overlap": False}, {"in_flight": 0}, {"in_flight": 5}):
+        for options in ({}, {"in_flight": 0}, {"in_flight": 5}):
             ci = stage in (0, 2) and options == {"in_flight": 5 * (stage // 2)}
             yield row("schedule", stage, options, model="big gpt", ci=ci)
         yield row("schedule", stage, {"units": ()}, loop=Loop(optimizer="sgd"))
@@ -151,11 +154,11 @@ def schedule() -> Iterator[Row]:
     for micro_batches in (1, 2):
         for options in (
             {"prefetch": 0}, {"prefetch": 3}, {"prefetch": 0, "in_flight": 0}, {"prefetch": 4, "in_flight": 4},
-            {"reshard_after_forward": False}, {"reshard_after_forward": False, "reduce_at": "boundary"}, {"overlap": False},
+            {"reshard_after_forward": False}, {"reshard_after_forward": False, "reduce_at": "boundary"},
         ):  # fmt: skip
-            ci = len(options) == micro_batches and options != {"overlap": False}
+            ci = len(options) == micro_batches
             yield row("schedule", 3, options, loop=Loop(micro_batches), ci=ci)
-    for options in ({"prefetch": 2}, {"cast_inputs": False}, {"overlap": False}):
+    for options in ({"prefetch": 2}, {"cast_inputs": False}, ALONE):
         ci = "cast_inputs" in options
         yield row("schedule", 3, BF16 | options, model="big gpt", ci=ci)
 
@@ -307,7 +310,7 @@ def groups() -> Iterator[Row]:
         yield row("groups", stage, options | BF16, 4, BOTH, ci=stage == 3)
         yield row("groups", stage, options, 4, THREE)
         yield row("groups", stage, options, 4, model="big gpt")
-        yield row("groups", stage, options | {"overlap": False}, 4, CLIPPED)
+        yield row("groups", stage, options | {"in_flight": 0}, 4, CLIPPED)
         yield row("groups", stage, options | {"in_flight": 5}, 4, CLIPPED)
         yield row("groups", stage, options, 4, model="odd", ci=stage == 2)
         yield row("groups", stage, options, 4, model="recomputed gpt")
@@ -336,7 +339,7 @@ ZERO_PP: Options = {"second_copy": True, "group": 2, "gather_codec": "int8", "re
 def codecs() -> Iterator[Row]:
     for codec in ("int8", "int4"):
         gather, reduce = {"gather_codec": codec}, {"reduce_codec": codec}
-        for more in ({}, {"overlap": False}, {"prefetch": 3, "in_flight": 4}, HOST):
+        for more in ({}, ALONE, {"prefetch": 3, "in_flight": 4}, HOST):
             yield row("codecs", 3, gather | more, ci=codec == "int8" and more in ({}, HOST))
         yield row("codecs", 3, gather | BF16 | {"second_copy": True, "group": 2}, 4, THREE)
         for stage in (1, 2, 3):
@@ -356,7 +359,7 @@ def codecs() -> Iterator[Row]:
         yield row("codecs", stage, {"reduce_codec": "int4"}, loop=THREE, ci=stage == 2)
     both: Options = {"gather_codec": "int8", "reduce_codec": "int8"}
     yield row("codecs", 3, both, 3, model="odd")
-    for where in ({}, {"overlap": False}, HOST | BEHIND, ALL_ON_DISK):
+    for where in ({}, ALONE, HOST | BEHIND, ALL_ON_DISK):
         yield row("codecs", 3, ZERO_PP | where, 4, ci=where == {})
         over = {"shard_group": 2, "optimizer_over": "all", **both}
         yield row("codecs", 3, over | where, 4, THREE if where != HOST | BEHIND else ONCE)

@@ -69,7 +69,7 @@ ADDED: list[tuple[int, dict[str, Any], Loop, float]] = [
     (3, {"shard_group": 2}, THREE, 2e-5),
     (3, {"group": 2}, ONCE, 2e-5),
     (0, {"group": 2}, ONCE, 2e-5),
-    (1, {"group": 2, "overlap": False}, ONCE, 2e-5),
+    (1, {"group": 2, "in_flight": 0}, ONCE, 2e-5),
     (2, {"offload_optimizer": "cpu"}, ONCE, 2e-5),
     (2, {**BF16, "wire": "fp32"}, ONCE, 3e-2),
     (3, {**BF16, "shard_group": 2}, THREE, 3e-2),

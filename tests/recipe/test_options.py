@@ -32,7 +32,7 @@ OTHER: dict[str, Any] = {
     "reduce_at": "boundary",
     "units": ["blocks.0"], "group": 2, "shard_group": 2, "offload_optimizer": "cpu", "offload_amount": 0.5, "offload_activations": "8GB",
     "nvme": "/disk", "nvme_threads": 8, "chunk": 65536, "prefetch": 3, "in_flight": 3,
-    "sync_buffers": "norms", "elementwise_optimizer": True, "whole": ["*.weight"], "stall_timeout": 5.0,
+    "sync_buffers": "norms", "whole": ["*.weight"], "stall_timeout": 5.0,
 }  # fmt: skip
 
 

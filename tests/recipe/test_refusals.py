@@ -24,7 +24,7 @@ BYTES_EXPECTED = "expected a number of bytes above 0, or a text such as '6GB' or
 VALUES: list[tuple[int, str, list[Any], list[str]]] = [
     (3, "precision", ["fp8", 16, True, ["bf16"], ""], ["'fp32', 'bf16', 'fp16' or None"]),
     (3, "precision", ["bfloat16", torch.bfloat16], ["Did you mean 'bf16'?"]),
-    (3, "overlap", [1, "False", None], ["True or False"]),
+    (3, "second_copy", [1, "False", None], ["True or False"]),
     (3, "prefetch", [-1, 1.0, "2", True, None], ["whole number"]),
     (1, "stall_timeout", [0, 0.0, -1, math.nan, "30", None, [30], True, math.inf], ["seconds above 0"]),
     (3, "units", ["blocks.0", torch.nn.Linear], ["a list"]),
@@ -52,10 +52,12 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
     *(({"stage": stage}, [f"stage={stage!r}", "0, 1, 2 or 3"]) for stage in (4, -1, 3.0, "3", True, None, (3,))),
     *(({"stage": 3, wrong: 1}, [f"Did you mean {meant!r}?"]) for wrong, meant in {
         "prefech": "prefetch", "inflight": "in_flight", "reshard_after_foward": "reshard_after_forward", "unit": "units",
-        "stall_time_out": "stall_timeout", "sync_buffer": "sync_buffers", "elementwise": "elementwise_optimizer",
+        "stall_time_out": "stall_timeout", "sync_buffer": "sync_buffers", "master_type": "master_dtype",
         "offload_params": "offload_param", "moment": "moments"}.items()),
     ({"stage": 3, "error_feedback": True}, ["has no error_feedback any more: leave it out"]),
     ({"stage": 3, "gradients": "sum"}, ["write reduce_op"]),
+    ({"stage": 3, "overlap": False}, ["write prefetch=0, in_flight=0"]),
+    ({"stage": 3, "elementwise_optimizer": True}, ["write whole=False"]),
     ({"stage": 3, "tile": "1GB"}, ["tile_linears"]),
     ({"stage": 3, "wibble": 1, "quux": 2}, ["wibble", "quux"]),
     *(({"stage": s, **DISK, "offload_param": "nvme"}, ["every rank computes from all", "leave offload_param out"]) for s in (0, 1, 2)),
@@ -80,7 +82,7 @@ TOGETHER: list[tuple[dict[str, Any], list[str]]] = [
 ROWS: list[tuple[Any, str]] = [
     (lambda: onefold.shard(TinyMLP(), Recipe.zero(3), units="blocks.0"), "units='blocks.0'"),
     *((lambda option=option, value=value: Recipe.zero(3).replace(**{option: value}), f"{option}={value!r}")
-      for option, value in [("prefetch", -1), ("overlap", "no"), ("stall_timeout", 0), ("units", "blocks"), ("reduce_at", "never"),
+      for option, value in [("prefetch", -1), ("cast_inputs", "no"), ("stall_timeout", 0), ("units", "blocks"), ("reduce_at", "never"),
                             ("offload_activations", "much")]),
     (lambda: Recipe.zero(3).replace(prefech=1), "Did you mean 'prefetch'"),
     (lambda: Recipe.zero(1).replace(reduce_at="micro-batch"), "reduce_at='micro-batch' cannot apply"),
@@ -92,9 +94,8 @@ NOTES: list[tuple[Recipe, list[str]]] = [
     (Recipe.zero(1, precision="bf16", in_flight=1, cast_inputs=True, wire="bf16"), []),
     *((Recipe.zero(s, prefetch=2), ["prefetch=2"]) for s in (0, 1, 2)),
     *((Recipe.zero(s, reshard_after_forward=False), ["reshard_after_forward=False"]) for s in (0, 1, 2)),
-    (Recipe.zero(3, overlap=False, prefetch=4), ["prefetch=4"]),
     (Recipe.zero(3, precision="fp32", cast_inputs=False), ["cast_inputs=False"]),
-    (Recipe.zero(0, elementwise_optimizer=True), ["elementwise_optimizer=True"]),
+    (Recipe.zero(0, whole=False), ["whole=False"]),
     (Recipe.zero(2, nvme="/a"), ["nvme="]),
     (Recipe.zero(2, nvme="/a", offload_optimizer="cpu", chunk=65536), ["nvme=", "chunk=65536"]),
     (Recipe.zero(2, **DISK, chunk=65536, nvme_threads=8), []),

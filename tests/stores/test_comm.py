@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -27,11 +28,12 @@ from examples import examples
 from on_ranks import on_ranks
 from onefold.comm import CollectiveContext, Group
 from onefold.comm.pending import within
-from onefold.comm.sums import add_up
 from onefold.device import of_local_rank
+from onefold.runtime.hops import add_up
 from zoo import TinyMLP, features_of
 
 HERE = CollectiveContext("state", "(test)", 0, "state")
+GATHER, REDUCE = replace(HERE, move="all-gather"), replace(HERE, move="reduce-scatter")
 CPU = torch.device("cpu")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -130,20 +132,20 @@ def each_move(group: Group, me: int, whole: Group) -> dict[str, Tensor]:
     out |= {f"broadcast {i}": t for i, t in enumerate(mine)}
     full = torch.zeros(4 * n)
     full[4 * at : 4 * at + 4] = me
-    group.all_gather(full, HERE, 3).wait()
+    group.all_gather(full, GATHER, 3).wait()
     out["gathered"] = full
     # A part for each rank, `sizes[p]` elements, all of them 100·sender + receiver
     sizes = [part_of(p, whole.native) for p in range(n)]
     sent = torch.cat([torch.full((size,), 100.0 * me + p) for p, size in enumerate(sizes)])
     received = torch.zeros(n, sizes[at])
     if group.native and group.ranks == sorted(group.ranks):  # as reductions run on
-        group.scatter_parts(sent, received, HERE, 3, "reduce-scatter").wait()
+        group.scatter_parts(sent, received, REDUCE, 3).wait()
     else:
         pieces, rows = sent.split(sizes), received.unbind()
         received[at] = pieces[at]
         others = [p for p in range(n) if p != at]
         to, of = [(p, pieces[p]) for p in others], [(p, rows[p]) for p in others]
-        group.exchange(to, of, HERE, 3, move="reduce-scatter").wait()
+        group.exchange(to, of, REDUCE, 3).wait()
     out["parts"] = torch.stack([received[:, 0], received[:, -1]], 1)
     return out
 

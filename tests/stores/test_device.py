@@ -6,7 +6,7 @@ What has streams runs on the virtual device: copies are late there, in any order
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch import Tensor
 import onefold
 import virtual
 from onefold import device as room
-from onefold.cores import threads_for
 from zoo import TinyGPT, features_of, tokens_of
 
 LINE = 4096  # bytes: 1,024 elements
@@ -234,21 +233,26 @@ TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "OMP_NUM_THREADS": "1", "LOCAL_WORLD_
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "now", "environment", "launcher", "expected"),
+    ("cores", "now", "environment", "expected"),
     [
-        (96, 8, 1, TORCHRUN, {}, 12),  # torchrun has set 1: the share of the cores
-        (96, 8, 1, TORCHRUN, {"OMP_NUM_THREADS": "1"}, 1),  # its user has
-        (96, 8, 3, TORCHRUN, {}, 3),  # the script has
-        (96, 8, 96, {}, {}, 12),  # torch's own number, at most the share
-        (1, 0, 1, {}, None, 1),
+        (96, 1, TORCHRUN, 12),  # torchrun has set 1: the share of the cores
+        (96, 2, TORCHRUN | {"OMP_NUM_THREADS": "2"}, 2),  # its user has set another number
+        (96, 3, TORCHRUN, 3),  # the script has
+        (96, 96, {"LOCAL_WORLD_SIZE": "8"}, 12),  # torch's own number, at most the share
+        (1, 1, {}, 1),
     ],
 )
 def test_threads_are_the_share_of_the_cores_unless_the_user_has_set_a_number(
     cores: int,
-    ranks: int,
     now: int,
-    environment: Mapping[str, str],
-    launcher: Mapping[str, str] | None,
+    environment: dict[str, str],
     expected: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert threads_for(cores, ranks, now, environment, launcher) == expected
+    for name in TORCHRUN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(room.streams, "physical_cores", lambda: cores)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now)
+    assert room.host_threads(4) == expected

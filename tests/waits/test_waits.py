@@ -75,7 +75,7 @@ OF_TWO = rows(
         of(2, "clips", **BF16, reduce_codec="int4"),
     ],
     [
-        of(1, "evaluates writes", **BF16), of(3, "clips evaluates"), of(3, "frozen", recomputed), of(3, overlap=False),
+        of(1, "evaluates writes", **BF16), of(3, "clips evaluates"), of(3, "frozen", recomputed), of(3, prefetch=0, in_flight=0),
         of(1, "evaluates writes decays", **BF16, **STATES), of(3, **BF16, **HOST, step_in_backward=True),
         of(3, "clips", **BF16, **DISK), of(2, offload_activations="cpu"),
     ],

@@ -276,7 +276,7 @@ class Filling:
                 for a, b in replace(held, x=x, y=y).chunks():
                     row[held.entry.among_owned((a, b))] = self._read(held, item, a, b)
         context = self.engine.state_context(flat.unit_name)
-        flat.holders.all_gather(row, context, flat.index, move="state").wait()
+        flat.holders.all_gather(row, context, flat.index).wait()
         with self._keeping():
             for held, _ in wanted:
                 held.write(held.x, held.y, row[held.entry.among_owned((held.x, held.y))])

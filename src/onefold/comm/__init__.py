@@ -7,26 +7,9 @@ optimizers.
 | What do ranks send each other, and how?        | `group`                                |
 | How does a rank wait, and give up waiting?     | `pending`, `group`                     |
 | How is the ranks' store asked?                 | `pending`                              |
-| How are the parts of a reduction added up?     | `sums`                                 |
 | What was sent?                                 | `ledger`                               |
 """
 
 from onefold.comm.group import Group, alike, as_bytes, both
 from onefold.comm.ledger import MOVES, OWNERS, STEP_MOVES, TrafficEvent, TrafficLedger
 from onefold.comm.pending import Chain, CollectiveContext, Pending, StallError
-
-__all__ = [
-    "MOVES",
-    "OWNERS",
-    "STEP_MOVES",
-    "Chain",
-    "CollectiveContext",
-    "Group",
-    "Pending",
-    "StallError",
-    "TrafficEvent",
-    "TrafficLedger",
-    "alike",
-    "as_bytes",
-    "both",
-]

@@ -50,11 +50,9 @@ def members(given: Any) -> tuple[Any, list[int]]:
     ranks are [0].
 
     Raises:
-        ValueError: `given` is not a process group or a mesh, there are no process groups, or this
-            rank is not in it.
+        ValueError: `given` is not a process group or a one-dimensional DeviceMesh, there are no
+            process groups, or this rank is not in it.
     """
-    if isinstance(given, Mesh):
-        return given.group, sorted(given.ranks)
     if not (dist.is_available() and dist.is_initialized()):
         if given is not None:
             raise ValueError(
@@ -125,8 +123,9 @@ def mesh_of(mesh: Any, data: Sequence[str] | str | None) -> Mesh:
     return Mesh(tuple(names), tuple(mesh.shape), chosen, found, group)
 
 
-def one_axis(ranks: Sequence[int], group: Any = None) -> Mesh:
-    """Return a mesh of one data axis."""
+def one_axis(given: Any) -> Mesh:
+    """Return a mesh of one data axis, of a process group's ranks. Raises as `members`."""
+    group, ranks = members(given)
     return Mesh(("data",), (len(ranks),), ("data",), tuple(ranks), group, plain=True)
 
 
@@ -196,11 +195,6 @@ def refuse_shared_device(places: Mapping[int, object], device: torch.device) -> 
 # `Topology` (layout/flat.py) says which interval each rank then has.
 
 
-#: Where nodes end: the number of consecutive ranks on each, or the node of each global rank, by the
-#: ranks' own comparison. None: all ranks are on one node.
-Nodes = int | Mapping[int, int] | None
-
-
 def ranks_of_a_node() -> int | None:
     """Return the number of ranks on each node, as torchrun and its like say it in LOCAL_WORLD_SIZE;
     None if they do not, or if nodes have different numbers of ranks.
@@ -229,33 +223,30 @@ def host_identity() -> str:
     return os.environ.get("NCCL_HOSTID") or f"{socket.gethostname()} {boot}"
 
 
-def inner_of(group: int | str | None, ranks: Sequence[int], per_node: Nodes) -> int:
-    """Return the ranks of a group, by the table above.
+def inner_of(group: int | str | None, nodes: Sequence[int]) -> int:
+    """Return the ranks of a group, by the table above. `nodes` has the node of each rank.
 
     Raises:
-        ValueError: group="node", but `ranks` are spread over nodes unevenly or not consecutively.
+        ValueError: group="node", but the ranks are spread over nodes unevenly or not consecutively.
     """
     if group == FLAT:
-        return len(ranks)
+        return len(nodes)
     if group is not None and group != NODE:
         return int(group)
-    nodes = nodes_of(ranks, per_node)
-    each = len(ranks) // len(set(nodes))
+    each = len(nodes) // len(set(nodes))
     uneven = _runs(nodes) != [each] * len(set(nodes))
     if group is None:  # by default, no groups if nodes are uneven or have one rank each
-        return len(ranks) if uneven or each == 1 else each
+        return len(nodes) if uneven or each == 1 else each
     if uneven:
         raise ValueError(
-            f"group='node': ranks {list(ranks)} lie on nodes {nodes}, unevenly. Give the same"
-            " number of neighbouring ranks on each node, or the number of ranks of a group."
+            f"group='node': the ranks lie on nodes {list(nodes)}, unevenly. Give the same number of"
+            " neighbouring ranks on each node, or the number of ranks of a group."
         )
     return each
 
 
-def nodes_of(ranks: Sequence[int], per_node: Nodes) -> list[int]:
-    """Return the node of each global rank."""
-    if isinstance(per_node, Mapping):
-        return [per_node[rank] for rank in ranks]
+def nodes_of(ranks: Sequence[int], per_node: int | None) -> list[int]:
+    """Return the node of each global rank, of nodes of `per_node` consecutive ones; None: of one."""
     return [rank // per_node if per_node else 0 for rank in ranks]
 
 
@@ -440,9 +431,7 @@ class Communicators:
         return made
 
     def _can_split(self, parent: Any) -> bool:
-        """Whether torch can split `parent` (None: the default group). It can only if the process
-        group was made with a device_id.
-        """
+        """Whether torch can split `parent`: the process group was made with a device_id."""
         default = dist.distributed_c10d._get_default_group()
         group = parent or default
         # torch cannot split a group that was made without naming a backend
@@ -498,9 +487,7 @@ class Communicators:
                     c10d._process_group_name = c10d._process_group_name.__wrapped__  # type: ignore[attr-defined]
 
     def give_up(self) -> None:
-        """Abort the native communicators, so that operations waiting for a missing rank free the
-        device. Local.
-        """
+        """Abort native communicators: operations that wait for a missing rank end. Local."""
         native, self.native = self.native, []
         for group in native:
             with contextlib.suppress(Exception):  # gone already

@@ -46,6 +46,7 @@ import pickle
 import struct
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -57,14 +58,13 @@ import torch.distributed as dist
 
 from onefold.comm.communicators import (
     Communicators,
-    Nodes,
     backend_of,
     flat_over,
     format_ranks,
     host_identity,
     inner_of,
-    members,
     nodes_of,
+    one_axis,
     ranks_of_a_node,
     refuse_shared_device,
     warn_of_one_connection,
@@ -93,9 +93,8 @@ from onefold.layout.holders import Mesh
 Parts = Sequence[tuple[int, torch.Tensor]]
 #: What is reduced, if some of the buffer's parameters are frozen.
 Addresses = tuple[int, int] | None
-#: Bytes to other ranks, and those of them to other nodes; the bytes that these two were encoded from, 0
-#: if they were not.
-Bytes = tuple[int, int, int, int]
+#: Bytes to other ranks; those of them to other nodes; what they were encoded from, 0 if they were not.
+Bytes = tuple[int, int, int]
 _KINDS = (
     "owners",
     "all-gather",
@@ -117,7 +116,7 @@ class Shared:
         places: the place of each in its mesh, in words: "dp 1, tp 0"; none if the mesh has one axis.
         control: gloo's communicator, for messages that the host reads.
         inner: ranks of each group, as the recipe says it; on a mesh, a number of data ranks.
-        per_node, node_of: where nodes end, and what counts as the node of each rank in the ledger.
+        node_of: the node of each rank, or what counts as it in the ledger.
         borders: the number of nodes in words; "" if there is one. If there is one, and the recipe names
             a number of ranks for its groups, the groups stand for nodes.
         heard: the last step at whose end all ranks agreed.
@@ -133,18 +132,18 @@ class Shared:
     """
 
     def __init__(self, given: Any, device: torch.device, timeout: float, inner: Any) -> None:
-        self.mesh = given if isinstance(given, Mesh) else None
-        process_group, self.ranks = members(given)
+        self.mesh = given if isinstance(given, Mesh) else one_axis(given)
+        self.ranks = sorted(self.mesh.ranks)
         self.device, self.timeout, self.inner = device, timeout, inner
-        self.inner_of(self.ranks, None)  # raises before anything is made
+        self.node_of = dict(zip(self.ranks, nodes_of(self.ranks, ranks_of_a_node()), strict=True))
+        if isinstance(inner, int):
+            self.inner_of(self.ranks)  # raises before anything is made
         several = len(self.ranks) > 1
         self.rank = dist.get_rank() if several else self.ranks[0]
-        self.backend = backend_of(process_group, device) if several else ""
-        self.communicators = Communicators(self.ranks, device, timeout, process_group)
+        self.backend = backend_of(self.mesh.group, device) if several else ""
+        self.communicators = Communicators(self.ranks, device, timeout, self.mesh.group)
         self.control: Any = None
-        self.places = {} if self.mesh is None else self.mesh.places
-        self.per_node: Nodes = ranks_of_a_node()
-        self.node_of = dict.fromkeys(self.ranks, 0)
+        self.places = self.mesh.places
         self.borders = ""
         self.ledger = TrafficLedger()
         self.heard: int | None = None
@@ -155,13 +154,12 @@ class Shared:
         self.relay, self.summing = (new_stream(device, urgent=True) for _ in range(2))
         self.run_ahead: RunAhead | None = None
 
-    def inner_of(self, ranks: Sequence[int], per_node: Nodes) -> int:
+    def inner_of(self, ranks: Sequence[int]) -> int:
         """Return the ranks of each group, of these global ranks in ascending order."""
         inner = self.inner
-        if isinstance(inner, int):
-            inner = inner if self.mesh is None else self.mesh.ranks_of(inner, ranks)
-            return Topology(len(ranks), inner).inner
-        return len(ranks) if per_node is None else inner_of(inner, ranks, per_node)
+        if isinstance(inner, int) and not self.mesh.plain:
+            inner = self.mesh.ranks_of(inner, ranks)
+        return Topology(len(ranks), inner_of(inner, [self.node_of[rank] for rank in ranks])).inner
 
     def find_nodes(self, group: Group) -> None:
         """Find out which ranks share a node. The launcher's word counts if all ranks have the same: with
@@ -171,13 +169,10 @@ class Shared:
             ValueError: on every rank, if ranks were given different meshes, or compute on one device
                 with a native backend.
         """
-        mesh = (
-            "no mesh"
-            if self.mesh is None
-            else f"{self.mesh.describe()} of ranks {self.mesh.ranks}, data={self.mesh.data}"
-        )
+        mesh = f"{self.mesh.describe()} of ranks {self.mesh.ranks}, data={self.mesh.data}"
         own = device_identity(self.device)
-        told = group.tell((mesh, self.per_node, host_identity(), own), _START)
+        launcher = ranks_of_a_node()
+        told = group.tell((mesh, launcher, host_identity(), own), _START)
         meshes, per_node, hosts, devices = zip(*told, strict=True)
         if len({*meshes}) > 1:
             raise ValueError(
@@ -187,18 +182,17 @@ class Shared:
         if self.backend != "gloo" and own:
             places = zip(hosts, devices, strict=True)
             refuse_shared_device(dict(zip(self.ranks, places, strict=True)), self.device)
-        if self.per_node is None or any(each != self.per_node for each in per_node):
+        if launcher is None or len({*per_node}) > 1:
             first: dict[str, int] = {}
             numbers = [first.setdefault(host, len(first)) for host in hosts]
-            self.per_node = dict(zip(self.ranks, numbers, strict=True))
+            self.node_of = dict(zip(self.ranks, numbers, strict=True))
 
     def name_nodes(self, inner: int) -> None:
         """Set what counts as a node. `inner`: ranks of each group."""
-        nodes, name = nodes_of(self.ranks, self.per_node), "nodes"
-        if len(set(nodes)) == 1 and isinstance(self.inner, int):
-            nodes, name = [number // inner for number in range(len(nodes))], "groups"
-        self.node_of = dict(zip(self.ranks, nodes, strict=True))
-        count = len(set(nodes))
+        name, count = "nodes", len({*self.node_of.values()})
+        if count == 1 and isinstance(self.inner, int):
+            self.node_of = {rank: number // inner for number, rank in enumerate(self.ranks)}
+            name, count = "groups", len({*self.node_of.values()})
         self.borders = f"{count} {name}" if count > 1 else ""
 
 
@@ -248,7 +242,9 @@ class Group:
         self.stands_for_all = self.backend == "fake"
         self.alone = self.size == 1 or self.stands_for_all
         self.topology = Topology(self.size, inner)
-        self.ranks = [ranks[i] for i in self.topology.order]
+        # Each position's number in a communicator of these ranks, and in gloo's, which has all
+        self._at = self.topology.order
+        self.ranks = [ranks[i] for i in self._at]
         self.rank, self.number = self.ranks.index(shared.rank), ranks.index(shared.rank)
         # Each rank starts with the one after it: no rank is the first peer of all others.
         self.peers = [(self.rank + i) % self.size for i in range(1, self.size)]
@@ -256,13 +252,10 @@ class Group:
         self.flat_over_nodes = flat_over(self.nodes, self.topology)
         self._elsewhere = [node != self.nodes[self.rank] for node in self.nodes]
         self._peers_elsewhere = sum(self._elsewhere)
-        # Each position's number in the communicators of control messages, and of tensors
         number = {rank: i for i, rank in enumerate(shared.ranks)}
         self._at_control = [number[rank] for rank in self.ranks]
-        self._at = self._at_control if self.backend == "gloo" else self.topology.order
-        self._ordered = self.ranks == sorted(self.ranks)
         self._row_of: torch.Tensor | None = None  # the row, by number, of each position
-        self._counts: dict[tuple[str, int], int] = {}
+        self._counts: Counter[tuple[str, int]] = Counter()  # messages with tags so far
         self._launched = [0, 0]
         shared.launched.append(self._launched)
         # The communicators of gathers and of reductions; on gloo that of control messages is both
@@ -298,7 +291,7 @@ class Group:
             if shared.backend not in ("", "fake"):
                 shared.control = shared.communicators.make("gloo", on_demand=not gloo)
                 shared.find_nodes(cls(shared, ranks, len(ranks)))
-            each = shared.inner_of(ranks, shared.per_node)
+            each = shared.inner_of(ranks)
             shared.name_nodes(each)
             whole = cls(shared, ranks, each)
             if whole.native and has_streams(device):
@@ -310,16 +303,14 @@ class Group:
         return whole
 
     def _connect(self, parts: Sequence[Sequence[int]] = (), parent: Any = None) -> None:
-        """Make the native communicators, and the levels. Collective over the ranks of `parent`, which
-        `parts` divide.
-        """
+        """Make the native communicators, and the levels. Collective over `parent`, by `parts`."""
         shared, topology = self.shared, self.topology
         if not self.alone and self.backend != "gloo":
             warn_of_one_connection(self.device)
             make = partial(shared.communicators.make, self.backend, parts, parent)
             # On two levels every gather runs over the levels, and needs no communicator here
             self._own = [make()] * 2 if topology.two_levels else [make(), make()]
-            if not self._ordered:
+            if self.ranks != sorted(self.ranks):
                 self._row_of = torch.tensor(self._at, device="cpu").to(self.device)
         for i, level in enumerate((topology.intra_group, topology.inter_group)):
             if self._level == 0 and len(level(self.rank)) < self.size:
@@ -338,9 +329,7 @@ class Group:
 
     @property
     def inter_group(self) -> Group:
-        """The ranks, one of each group, that hold the same shard as this rank; all ranks if groups
-        have one rank each.
-        """
+        """The ranks, one of each group, with this rank's shard; all, in groups of one."""
         return self._levels[1] or self
 
     def part(self, groups: Sequence[Sequence[int]]) -> Group:
@@ -353,7 +342,7 @@ class Group:
         if len(mine) == self.size:
             return self
         if mine not in self._parts:
-            inner, salt = self.shared.inner_of(mine, self.shared.per_node), format_ranks(mine)
+            inner, salt = self.shared.inner_of(mine), format_ranks(mine)
             part = Group(self.shared, mine, inner, groups, zlib.crc32(salt.encode()) & 0xFFF)
             part._connect(groups, *self._own[1:])
             self._parts[mine] = part
@@ -378,9 +367,7 @@ class Group:
         return self.shared.control
 
     def communicator(self) -> Any:
-        """Make one more gloo communicator over all ranks, for host messages whose caller limits the
-        wait. Collective.
-        """
+        """Make a gloo communicator over all ranks whose caller limits waits. Collective."""
         make, where = self.shared.communicators.make, "the first save or load"
         made = make("gloo", where=where, on_demand=self.backend != "gloo")
         made._get_backend(torch.device("cpu"))._set_default_timeout(timedelta(days=30))
@@ -397,7 +384,6 @@ class Group:
 
     def _launch(
         self,
-        move: str,
         context: CollectiveContext,
         number: int,
         sent: Bytes,
@@ -413,13 +399,23 @@ class Group:
             number: of the flat buffer, or another that tells messages apart.
             start: launches it over a communicator.
             tensors: kept alive until it is complete.
-            about: goes into the checksum, with `move` and `number`.
+            about: goes into the checksum, with the move and `number`.
             over: 0 for the communicator of gathers, 1 for that of reductions.
         """
-        (nbytes, *others), unit, phase, step = sent, context.unit, context.phase, context.step
+        (nbytes, *others), move, unit = sent, context.move, context.unit
         dtype = str(tensors[0].dtype if tensors else torch.float32).removeprefix("torch.")
         event = self.ledger.record(
-            TrafficEvent(move, unit, nbytes, self.size, dtype, phase, step, self.name, *others)
+            TrafficEvent(
+                move,
+                unit,
+                nbytes,
+                self.size,
+                dtype,
+                context.phase,
+                context.step,
+                self.name,
+                *others,
+            )
         )
         if self.stands_for_all:
             after = [lambda: self.ledger.waited(event, time.perf_counter())]
@@ -439,7 +435,7 @@ class Group:
     def _to_all(self, nbytes: int, plain: int = 0) -> Bytes:
         """Return the bytes sent if each peer is sent `nbytes`, encoded from `plain`."""
         peers, far = len(self.peers), self._peers_elsewhere
-        return nbytes * peers, nbytes * far, plain * peers, plain * far
+        return nbytes * peers, nbytes * far, plain * peers
 
     def all_gather(
         self,
@@ -447,7 +443,6 @@ class Group:
         context: CollectiveContext,
         number: int,
         *,
-        move: str = "all-gather",
         plain: int = 0,
         over: int = 0,
         addresses: Addresses = None,
@@ -471,27 +466,23 @@ class Group:
                 full[first : first + shard * outer.size],
                 context,
                 number,
-                move=move,
                 plain=plain * outer.size // self.size,
             )
             return Chain(
                 self,
                 low,
-                lambda: inner.all_gather(full, context, number, move=move, plain=plain),
+                lambda: inner.all_gather(full, context, number, plain=plain),
             )
         mine = full[self.rank * shard : (self.rank + 1) * shard]
-        sent = self._to_all(mine.nbytes, plain // self.size)
+        plain //= self.size
         if self.backend == "gloo":
             sends = [(p, mine) for p in self.peers]
             recvs = [(p, full[p * shard : (p + 1) * shard]) for p in self.peers]
-            return self.exchange(
-                sends, recvs, context, number, move=move, sent=sent, addresses=addresses
-            )
+            return self.exchange(sends, recvs, context, number, plain=plain, addresses=addresses)
         return self._launch(
-            move,
             context,
             number,
-            sent,
+            self._to_all(mine.nbytes, plain),
             lambda group: [dist.all_gather_single(full, mine, group=group, async_op=True)],
             [full],
             addresses or full.numel(),
@@ -505,31 +496,23 @@ class Group:
         context: CollectiveContext,
         number: int,
         *,
-        move: str,
         plain: int = 0,
         addresses: Addresses = None,
-        sent: Bytes | None = None,
     ) -> Pending:
         """Send each `(peer, tensor)` and receive into each `(peer, tensor)`: the exchange in a
         reduction, a scatter or a gather of uneven parts.
 
         Tensors are contiguous and one-dimensional; empty ones are skipped on both sides. `plain`:
         bytes that each message was encoded from, for the ledger. `addresses`: as in
-        `scatter_parts`. `sent`: what the ledger enters, if that is not this. See [Note: tags instead
-        of order].
+        `scatter_parts`. See [Note: tags instead of order].
         """
         if self.size == 1:
             return Pending(self, [], context)
         tensors = [t for _, t in (*sends, *recvs)]
-        if sent is None:
-            far = [t for p, t in sends if self._elsewhere[p]]
-            sent = (
-                sum(t.nbytes for _, t in sends),
-                sum(t.nbytes for t in far),
-                plain * len(sends),
-                plain * len(far),
-            )
-        gloo, at, after = self.backend == "gloo", self._at, list[Callable[[], object]]()
+        far = sum(t.nbytes for p, t in sends if self._elsewhere[p])
+        sent = sum(t.nbytes for _, t in sends), far, plain * len(sends)
+        gloo, after = self.backend == "gloo", list[Callable[[], object]]()
+        at = self._at_control if gloo else self._at
         if gloo and self.device.type != "cpu":  # gloo moves host memory only: stage through it
             arrive = recvs
             recvs = [(p, torch.empty(t.shape, dtype=t.dtype, device="cpu")) for p, t in recvs]
@@ -539,7 +522,7 @@ class Group:
 
         def start(over: Any) -> list[Any]:
             if gloo:
-                tag = self.tag(move, number, addresses)
+                tag = self.tag(context.move, number, addresses)
                 works = []
                 for call, peer, some in (
                     (dist.irecv, "group_src", recvs),
@@ -558,7 +541,7 @@ class Group:
                     whole[at[p]] = t
             return [dist.all_to_all(out, inp, group=over, async_op=True)]
 
-        return self._launch(move, context, number, sent, start, tensors, addresses, after=after)
+        return self._launch(context, number, sent, start, tensors, addresses, after=after)
 
     # -- moves of reductions on native backends ----------------------------------------------------
 
@@ -568,7 +551,6 @@ class Group:
         received: torch.Tensor,
         context: CollectiveContext,
         number: int,
-        move: str,
         plain: int = 0,
         addresses: Addresses = None,
     ) -> Pending:
@@ -589,7 +571,6 @@ class Group:
             cut = [part] * self.size
             cut[self.rank] = 0
         return self._launch(
-            move,
             context,
             number,
             self._to_all(part * sent.element_size(), plain),
@@ -606,7 +587,6 @@ class Group:
         own: torch.Tensor,
         context: CollectiveContext,
         number: int,
-        move: str,
         mean: bool,
         addresses: Addresses = None,
     ) -> Pending:
@@ -615,7 +595,6 @@ class Group:
         """
         op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
         return self._launch(
-            move,
             context,
             number,
             self._to_all(own.nbytes),
@@ -633,9 +612,7 @@ class Group:
         return zlib.crc32(repr(self.shared.launched).encode()).to_bytes(4, "little")
 
     def out_of_order(self, context: CollectiveContext) -> StallError:
-        """Return the error that every rank raises when the ranks launched different moves. The
-        group cannot be used any more.
-        """
+        """Return every rank's error if they launched different moves. The group is broken."""
         return self._break(
             StallError(
                 f"rank {self.shared.rank} found at the end of the backward pass of step"
@@ -682,12 +659,11 @@ class Group:
         if not self.native or self.alone:
             sends = [(p, message) for p in self.peers] if first else []
             recvs = [] if first else [(0, message)]
-            return self.exchange(sends, recvs, context, number, move="state")
+            return self.exchange(sends, recvs, context, number)
         return self._launch(
-            "state",
             context,
             number,
-            (message.numel() if first else 0, 0, 0, 0),
+            (message.numel() if first else 0, 0, 0),
             lambda over: [dist.broadcast(message, group=over, group_src=source, async_op=True)],
             [message],
             message.numel(),
@@ -753,9 +729,7 @@ class Group:
 
     @contextlib.contextmanager
     def _launching(self, context: CollectiveContext) -> Iterator[None]:
-        """Context around the launch of moves: raises a `StallError` if the launch fails, as it does
-        when a peer has already exited.
-        """
+        """Context around the launch of moves: a `StallError` if it fails, as after an exit."""
         if self.broken is not None:
             raise self.broken
         try:
@@ -767,7 +741,7 @@ class Group:
         shared, among = self.shared, ""
         if self.size < len(shared.ranks):
             among = f", among ranks {self.name}"
-            if shared.mesh is not None and shared.places:
+            if shared.places:
                 among += f" (along {' and '.join(shared.mesh.axes_of(self.ranks))})"
         return self._break(
             stall_error(
@@ -790,8 +764,8 @@ class Group:
         return error
 
     def tag(self, move: str, number: int, addresses: Addresses = None) -> int:
-        key = move, number
-        count = self._counts[key] = self._counts.get(key, 0) + 1
+        self._counts[move, number] += 1
+        count = self._counts[move, number]
         if addresses is not None:
             count ^= hash(addresses)
         move_and_number = _KINDS.index(move) << 27 | (number & 0x7FFF) << 12
@@ -833,6 +807,13 @@ class Group:
         mine = torch.frombuffer(bytearray(said.ljust(int(lengths.max()), b"\0")), dtype=torch.uint8)
         told = self.exchange_control(mine, context, kind)
         return [pickle.loads(bytes(t.numpy())) for t in told]  # stops before the zeros
+
+    def failed(self, error: BaseException | None, context: CollectiveContext) -> dict[int, str]:
+        """Return {global rank: what went wrong there}. One small exchange if nothing did. Waits."""
+        if self.any_of(bytes([error is not None]), context) == b"\0":
+            return {}
+        told = self.tell("" if error is None else f"{type(error).__name__}: {error}", context)
+        return {rank: text for rank, text in sorted(zip(self.ranks, told, strict=True)) if text}
 
     def any_of(self, bits: bytes, context: CollectiveContext, kind: str = "agreement") -> bytes:
         """Return the bitwise or of `bits` over all ranks, which give equally many. Waits.
@@ -938,9 +919,7 @@ def of_length(tag: int, message: torch.Tensor) -> int:
 
 
 def both(bits: bytes) -> bytes:
-    """Return `bits` followed by their complement: the input of `any_of` whose result `alike` can
-    read.
-    """
+    """Return `bits` followed by their complement: `alike` reads what `any_of` makes of it."""
     return bits + bytes(b ^ 0xFF for b in bits)
 
 

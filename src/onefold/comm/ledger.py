@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 #: The moves of a step that are counted on the wire.
 MOVES = ("all-gather", "reduce-scatter", "all-reduce")
@@ -36,8 +36,7 @@ class TrafficEvent:
         phase, step: when the engine launched it.
         group: the ranks in the group, such as "0-7" or "0,8".
         between: of `nbytes`, those to ranks on other nodes (`Group.borders`).
-        plain, plain_between: the bytes that `nbytes` and `between` were encoded from; 0 if the move
-            was not encoded.
+        plain: the bytes that `nbytes` were encoded from; 0 if the move was not encoded.
         launched, landed: seconds of `time.perf_counter`. `landed` is when the move was complete on
             this rank; None while it is in flight.
         exposed: seconds in which the rank waited for it.
@@ -53,44 +52,31 @@ class TrafficEvent:
     group: str = ""
     between: int = 0
     plain: int = 0
-    plain_between: int = 0
     launched: float = field(default_factory=time.perf_counter)
     landed: float | None = None
     exposed: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Sent:
+class Sent(NamedTuple):
     """Payload bytes of moves.
 
     Attributes:
         nbytes, between: bytes sent, and those of them to ranks on other nodes.
-        plain, plain_between: the same as they would be without codecs.
+        plain: the bytes that would be sent without codecs.
     """
 
     nbytes: int = 0
     between: int = 0
     plain: int = 0
-    plain_between: int = 0
 
     @classmethod
-    def of(cls, event: Any) -> Sent:
+    def of(cls, event: TrafficEvent) -> Sent:
         """Return the bytes of an event."""
-        sent = event.nbytes, event.between
-        return cls(*sent, *((event.plain, event.plain_between) if event.plain else sent))
+        return cls(event.nbytes, event.between, event.plain or event.nbytes)
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(
-            self.nbytes + other.nbytes,
-            self.between + other.between,
-            self.plain + other.plain,
-            self.plain_between + other.plain_between,
-        )
 
-    @property
-    def encoded(self) -> bool:
-        """Whether codecs changed anything."""
-        return self.plain != self.nbytes
+def _together(some: Iterable[Sent]) -> Sent:
+    return Sent(*map(sum, zip(*some, strict=True)))
 
 
 class TrafficLedger:
@@ -118,7 +104,7 @@ class TrafficLedger:
     def record(self, event: TrafficEvent) -> TrafficEvent:
         """Record a move that is about to start. `waited` or `marked` completes the event."""
         key = event.move, event.unit
-        self._sent[key] = self._sent.get(key, Sent()) + Sent.of(event)
+        self._sent[key] = _together((self._sent.get(key, Sent()), Sent.of(event)))
         if self.wanted():
             self.events.append(event)
         return event
@@ -131,9 +117,7 @@ class TrafficLedger:
             event.landed, event.exposed = now, event.exposed + now - since
 
     def marked(self, event: TrafficEvent | None, start: Any, end: Any) -> None:
-        """Record a wait on CUDA: `start` and `end` are timing events on the compute stream, before
-        and after it.
-        """
+        """Record a wait of the computing stream, between two timing events."""
         if event is not None:
             event.landed = time.perf_counter()  # when the wait was queued, as an estimate
         self._marks.append((start, end, event))
@@ -150,36 +134,23 @@ class TrafficLedger:
 
     @property
     def exposed(self) -> float:
-        """Seconds since the last reset in which this rank waited for others, for payload and
-        control messages.
-        """
+        """Seconds since the last reset in which this rank waited for others."""
         self.settle()
         return self._exposed
 
     def sent(self) -> Sent:
         """Return the payload bytes sent since the last reset."""
-        return sum(self._sent.values(), Sent())
-
-    def total(self) -> int:
-        """Payload bytes sent since the last reset."""
-        return self.sent().nbytes
-
-    def by_link(self) -> dict[str, int]:
-        """Return bytes to ranks on this rank's node ("inside") and on others ("between")."""
-        sent = self.sent()
-        return {"inside": sent.nbytes - sent.between, "between": sent.between}
+        return _together(self._sent.values())
 
     def by_move_in_full(self) -> dict[str, Sent]:
         """Return bytes by move with those between nodes, and the same without codecs."""
         out: dict[str, Sent] = {}
         for (move, _), sent in self._sent.items():
-            out[move] = out.get(move, Sent()) + sent
+            out[move] = _together((out.get(move, Sent()), sent))
         return out
 
     def by_move(self) -> dict[str, int]:
-        """Return bytes by move: 'all-gather', 'reduce-scatter', 'all-reduce', and 'state' (saving,
-        loading, full_params).
-        """
+        """Return bytes by move; 'state' are those of saves, loads and full_params."""
         return {move: sent.nbytes for move, sent in self.by_move_in_full().items()}
 
     def by_unit(self) -> dict[str, dict[str, int]]:

@@ -116,9 +116,7 @@ def within(seconds: float, call: Callable[[], _T], store: Any = None) -> _T:
 
 
 class StallError(RuntimeError):
-    """A rank waited in vain for another: the message names the rank, unit, step and the collective
-    that each rank is waiting in.
-    """
+    """A rank waited in vain; the message says where each rank waits, with unit and step."""
 
 
 @dataclass
@@ -296,9 +294,7 @@ class Chain(Pending):
 
 
 class Chains:
-    """The chains of a group whose second moves have not begun, in the order in which they were
-    made. See [Note: chains go on in order].
-    """
+    """The chains whose second moves have not begun, in the order in which they were made."""
 
     def __init__(self) -> None:
         self.waiting: deque[Chain] = deque()
@@ -316,9 +312,7 @@ class Chains:
                     break
 
     def relay_before(self, context: CollectiveContext) -> None:
-        """Begin the second moves that other ranks may need before they can do their part of
-        `context`, which this rank is about to wait for.
-        """
+        """Begin second moves that other ranks may need before they can do `context`."""
         if context.move not in ("reduce-scatter", "all-reduce"):
             self.relay()
         elif own := [chain for chain in self.waiting if chain.context.unit == context.unit]:

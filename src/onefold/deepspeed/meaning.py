@@ -3,7 +3,7 @@ optimizer and the schedule to make.
 
 | the file says                                     | becomes                                                          |
 |---------------------------------------------------|------------------------------------------------------------------|
-| stage, overlap_comm, fp16/bf16.enabled            | stage, overlap, precision                                        |
+| stage, overlap_comm, fp16/bf16.enabled            | stage, in_flight and prefetch, precision                         |
 | stage3_prefetch_bucket_size: 0                    | prefetch=0                                                       |
 | communication_data_type, grad_accum_dtype         | wire, accumulate_dtype                                           |
 | offload_optimizer: device, ratio                  | offload_optimizer, offload_amount                                |
@@ -137,12 +137,14 @@ class DeepSpeedConfig:
             self._configure_train_batch_size()
         steps = root.steps_per_print
         self.steps_per_print = None if steps is None or math.isinf(steps) else int(steps)
+        one_by_one = "overlap_comm" in zero.model_fields_set and not zero.overlap_comm
+        unfetched = zero.prefetch_bucket_size == 0 or (one_by_one and zero.stage == 3)
         self.recipe_arguments: dict[str, Any] = {
             "stage": zero.stage,
             "precision": self.precision,
-            **({"overlap": zero.overlap_comm} if "overlap_comm" in zero.model_fields_set else {}),
-            **({"prefetch": 0} if zero.prefetch_bucket_size == 0 else {}),
             **_set(
+                prefetch=0 if unfetched else None,
+                in_flight=0 if one_by_one else None,
                 cast_inputs=fp16.auto_cast if fp16.enabled else None,
                 wire=root.communication_data_type,
                 accumulate_dtype=root.data_types.grad_accum_dtype,

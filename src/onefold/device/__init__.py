@@ -17,7 +17,6 @@ CPU, and on a device without streams (with one warning), the same calls run sync
 from onefold.device.copies import CopyStream, HostSums, Reading, chunk_for, within
 from onefold.device.pinned import HostBuffers, host_empty, host_pages, owners_of
 from onefold.device.streams import (
-    MemoryFigures,
     available,
     backend_name,
     capturing,
@@ -43,40 +42,3 @@ from onefold.device.streams import (
     using_threads,
     with_index,
 )
-
-__all__ = [
-    "CopyStream",
-    "HostBuffers",
-    "HostSums",
-    "MemoryFigures",
-    "Reading",
-    "available",
-    "backend_name",
-    "capturing",
-    "chunk_for",
-    "current_stream",
-    "default_device",
-    "device_count",
-    "device_identity",
-    "device_names",
-    "free_memory",
-    "guard",
-    "has_streams",
-    "host_empty",
-    "host_pages",
-    "host_threads",
-    "memory_figures",
-    "new_event",
-    "new_stream",
-    "of_local_rank",
-    "owners_of",
-    "reached",
-    "rng_state",
-    "set_default",
-    "set_rng_state",
-    "synchronize",
-    "use_stream",
-    "using_threads",
-    "with_index",
-    "within",
-]

@@ -152,9 +152,7 @@ class CopyStream:
         tensors: tuple[torch.Tensor, ...],
         done: Callable[[], None] | None = None,
     ) -> Any:
-        """As `copy`, for other work on `tensors`. `work` queues it on the copy stream, which is
-        current while it runs.
-        """
+        """As `copy`, for other `work` on `tensors`, queued while the stream is current."""
         if self.stream is None:
             work()
             if done is not None:
@@ -174,9 +172,7 @@ class CopyStream:
         return ticket
 
     def release(self) -> None:
-        """Release the device memory of all copies. The computing stream waits for those that are
-        under way.
-        """
+        """Release the device memory of all copies; the computing stream waits for them."""
         with self._lock:
             self._let_go(0)
 
@@ -204,16 +200,12 @@ class CopyStream:
         return ticket
 
     def order(self, ticket: Any, stream: Any = None) -> None:
-        """Make `stream` (None: the current one) wait for the copy before it runs later work. The
-        host does not wait.
-        """
+        """Make `stream` (None: the current one), not the host, wait for the copy."""
         if ticket is not None:
             (self.current() if stream is None else stream).wait_event(ticket)
 
     def on_stream(self) -> Any:
-        """Return a context in which this thread's work goes to the copy stream, after all work
-        queued on the current stream so far.
-        """
+        """Return a context whose work goes to the copy stream, after all queued so far."""
         if self.stream is not None:
             self.stream.wait_stream(self.current())
         return use_stream(self.stream)
@@ -223,9 +215,7 @@ class CopyStream:
         return None if self.stream is None else self.stream.record_event()
 
     def wait(self) -> None:
-        """Wait on the host until every copy begun so far is done. Returns at once if `wait` has
-        seen them all done.
-        """
+        """Wait on the host until every copy begun so far is done."""
         with self._lock:
             begun = self._begun
             if begun == self._finished:
@@ -244,9 +234,7 @@ class CopyStream:
 
 
 class Reading:
-    """Numbers on a device that are being copied to the host, after all work queued on the current
-    stream so far.
-    """
+    """Numbers on a device that are being copied to the host, behind all work queued so far."""
 
     def __init__(self, *numbers: torch.Tensor) -> None:
         """

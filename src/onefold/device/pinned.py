@@ -127,9 +127,7 @@ def can_pin_in_place(device: torch.device) -> bool:
 
 
 def _runtime(device: torch.device) -> Any:
-    """Return the library that pins memory in place: the CUDA runtime, or ROCm's with the same
-    names.
-    """
+    """Return the library that pins memory in place: the CUDA runtime, or ROCm's."""
     if device.type == "cuda":
         return torch.cuda.cudart()
     module = torch.get_device_module(device) if has_streams(device) else None
@@ -176,9 +174,7 @@ class HostBuffers:
         self._lock = threading.Lock()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a one-dimensional buffer with undefined contents; plain memory if the device has
-        no streams.
-        """
+        """Return a buffer, [numel]; plain memory if the device has no streams."""
         if not has_streams(self.device) or not numel:
             return torch.empty(numel, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from onefold.cores import launcher_environment, physical_cores, threads_for
+from onefold.cores import physical_cores
 
 # -- facts -----------------------------------------------------------------------------------------
 #
@@ -19,9 +19,7 @@ from onefold.cores import launcher_environment, physical_cores, threads_for
 
 
 class MemoryFigures(NamedTuple):
-    """Bytes of torch's allocator on a device: allocated to tensors, and reserved from the system,
-    now and at peak.
-    """
+    """Bytes of torch's allocator: of tensors, and reserved; now and at peak."""
 
     allocated: int
     allocated_peak: int
@@ -30,9 +28,7 @@ class MemoryFigures(NamedTuple):
 
 
 def memory_figures(device: torch.device) -> MemoryFigures | None:
-    """Return the figures of torch's allocator on `device`; None on a CPU. Reads counters without
-    synchronizing.
-    """
+    """Return the allocator's counters, without synchronizing; None on a CPU."""
     if device.type in ("cpu", "meta"):
         return None
     where = with_index(device)
@@ -144,9 +140,7 @@ def device_identity(device: torch.device) -> str:
 
 
 def guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make `device` this thread's current one inside the context: kernels, streams and events that
-    name no device use it.
-    """
+    """Make `device` this thread's current one inside the context."""
     if device.type in _HOSTS or device.index is None:
         return contextlib.nullcontext()
     return torch.accelerator.device_index(device.index)
@@ -159,18 +153,14 @@ def set_default(device: torch.device) -> None:
 
 
 def backend_name(device: torch.device | str) -> str:
-    """Return torch's default torch.distributed backend for tensors of this device: "nccl", "xccl",
-    ...; "gloo" on a CPU.
-    """
+    """Return torch's default backend for tensors of this device: "nccl", "gloo", ..."""
     kind = torch.device(device).type
     known = getattr(torch.distributed.Backend, "default_device_backend_map", {})
     return str(known.get(kind, "gloo"))
 
 
 def rng_state(device: torch.device) -> torch.Tensor | None:
-    """Return the state of the device's random generator, as uint8 on the host. None on a CPU, which
-    uses torch's default generator.
-    """
+    """Return the device's random state, uint8 on the host; None on a CPU."""
     if device.type in _HOSTS:
         return None
     found: torch.Tensor = torch.get_device_module(device).get_rng_state(with_index(device))
@@ -188,19 +178,22 @@ def set_rng_state(state: torch.Tensor, device: torch.device) -> None:
 
 
 def host_threads(world_size: int) -> int:
-    """Return the number of threads for work on state that is stored on the host: `threads_for` this
-    process.
+    """Return the number of threads for work on state that is stored on the host, at least 1.
+
+    torchrun sets OMP_NUM_THREADS=1 if it starts several ranks and the user has not set it. That suits
+    ranks whose host only launches kernels. With the optimizer on the host, one thread steps some 300
+    million elements a second, and the other cores of this rank would be idle. So 1 is taken for
+    torchrun's own word.
 
     `world_size`: the ranks of this machine, if no launcher says how many they are.
     """
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return threads_for(
-        physical_cores(),
-        int(ranks) if ranks.isdigit() else world_size,
-        torch.get_num_threads(),
-        os.environ,
-        launcher_environment(),
-    )
+    ranks, said = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"))
+    share = max(1, physical_cores() // max(1, int(ranks) if ranks.isdigit() else world_size))
+    now = torch.get_num_threads()  # the script may have set another number
+    if not said:
+        return min(now, share)
+    by_torchrun = said == "1" and now == 1 and "TORCHELASTIC_RUN_ID" in os.environ
+    return share if by_torchrun else now
 
 
 @contextlib.contextmanager

@@ -170,9 +170,9 @@ class Bench:
         model, _, step = training(3)
         step()
         engine = onefold.engine_of(model)
-        before = engine.traffic.total()
+        before = engine.traffic.sent().nbytes
         step()
-        moving = (engine.traffic.total() - before) / link
+        moving = (engine.traffic.sent().nbytes - before) / link
         # AdamW reads parameter, gradient and two moments, and writes all but the gradient
         update = 28 * numel / self.ranks.world_size / memory
         beyond = self.seconds(step) - computing - update

@@ -18,24 +18,4 @@ from onefold.layout.spec import (
     Level,
     ShardSpec,
     Tiers,
-    adds_of,
-    hops_of,
 )
-
-__all__ = [
-    "ALIGNMENT",
-    "LOW",
-    "Adds",
-    "Dtypes",
-    "FlatLayout",
-    "Hop",
-    "Level",
-    "ShardSpec",
-    "Slot",
-    "Tiers",
-    "Topology",
-    "adds_of",
-    "hops_of",
-    "overlap",
-    "round_up",
-]

@@ -60,9 +60,7 @@ class Topology:
         return list(range(position % self.outer, self.size, self.outer))
 
     def inter_group(self, position: int) -> list[int]:
-        """Return the positions, one of each group, that hold the same shard as `position`, which is
-        one of them.
-        """
+        """Return the positions, one of each group, with the same shard as `position`."""
         first = position // self.outer * self.outer
         return list(range(first, first + self.outer))
 
@@ -125,14 +123,11 @@ class Slot:
 
 @dataclass(frozen=True)
 class FlatLayout:
-    """The address space of one flat buffer: `slots` in order, `numel` elements with padding,
-    divided among `ranks` ranks.
-    """
+    """The addresses of a flat buffer: `slots` in order, divided among `ranks` ranks."""
 
     slots: tuple[Slot, ...]
     numel: int
     ranks: int
-    quantum: int
     block: int = 0
 
     @classmethod
@@ -160,7 +155,7 @@ class FlatLayout:
         wished = [q for q in (sector, BLOCK) if q and round_up(end, ranks * q) - end <= end // 200]
         quantum = wished[0] if wished else unit
         slots = (Slot(*parameter, start) for parameter, start in zip(named, starts, strict=True))
-        return cls(tuple(slots), round_up(end, ranks * quantum), ranks, quantum, block)
+        return cls(tuple(slots), round_up(end, ranks * quantum), ranks, block)
 
     @property
     def shard_numel(self) -> int:
@@ -177,9 +172,7 @@ class FlatLayout:
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
     def local(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the part of `slot` that `rank` owns as addresses `[start, end)`; `start == end` if
-        it owns none.
-        """
+        """Return the part of `slot` that `rank` owns, as addresses `[start, end)`."""
         return overlap((slot.start, slot.end), self.interval(rank))
 
 

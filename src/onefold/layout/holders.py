@@ -344,18 +344,14 @@ class BoxInterval:
         ]
 
     def place(self, box: TensorBox) -> tuple[int, tuple[int, ...]]:
-        """Return where a box inside it begins, counted from its first element, and the strides at
-        which the box lies in it.
-        """
+        """Return where a box inside it begins in it, and at which strides it lies."""
         strides = strides_of(self.region.shape)
         inside = map(int.__sub__, box.offset, self.region.offset)
         return sum(map(int.__mul__, inside, strides)) - self.start, strides
 
 
 class Common(NamedTuple):
-    """A block of elements that two intervals have in common: its sizes, and its first element and
-    strides in each of them.
-    """
+    """A block that two intervals share: its sizes, its place and strides in each of them."""
 
     shape: tuple[int, ...]
     at: int
@@ -371,9 +367,7 @@ class Common(NamedTuple):
 
 
 def common(one: BoxInterval, other: BoxInterval) -> list[Common]:
-    """Return the elements that two intervals of boxes of one tensor have in common, as blocks. No
-    element is in two of them.
-    """
+    """Return the elements that two intervals of one tensor share, as disjoint blocks."""
     if intersection(one.region, other.region) is None:
         return []
     theirs, out = other.boxes(), []

@@ -128,42 +128,21 @@ def rounds(
     return out
 
 
-@dataclass(frozen=True)
-class Traffic:
-    """What a step sends, in elements, by rank.
-
-    Attributes:
-        gradients: pieces of gradients that the rank sends to owners.
-        back: new pieces that it sends as an owner.
-        matrices: their number. staying: those that lie with their owner, and travel nowhere.
+def sent(
+    matrices: Iterable[Matrix], owners: Mapping[int, int], ranks: int, masters: bool
+) -> list[int]:
+    """Return the elements that each rank sends in one step. All ranks together send each element of a
+    matrix that is not its owner's once with the gradients, and once back: 2 Ψ / N a rank for Ψ
+    elements that are cut evenly and owned evenly, or 3 Ψ / N where the weights (`masters`) travel too.
     """
-
-    gradients: tuple[int, ...]
-    back: tuple[int, ...]
-    matrices: int
-    staying: int
-
-    def sent(self, rank: int, masters: bool) -> int:
-        """Elements that a rank sends. `masters`: pieces of the weights travel to owners too."""
-        return self.gradients[rank] * (2 if masters else 1) + self.back[rank]
-
-
-def traffic(matrices: Iterable[Matrix], owners: Mapping[int, int], ranks: int) -> Traffic:
-    """Return what one step sends. All ranks together send each element of a matrix that is not its
-    owner's once with the gradients, and once back: 2 Ψ / N a rank for Ψ elements that are cut evenly
-    and owned evenly, or 3 Ψ / N where weights travel too.
-    """
-    gradients, back = [0] * ranks, [0] * ranks
-    count = staying = 0
+    out = [0] * ranks
     for matrix in matrices:
         owner = owners[matrix.key]
-        count += 1
-        staying += {rank for rank, _, _ in matrix.pieces} == {owner}
         for rank, start, stop in matrix.pieces:
             if rank != owner:
-                gradients[rank] += stop - start
-                back[owner] += stop - start
-    return Traffic(tuple(gradients), tuple(back), count, staying)
+                out[rank] += (stop - start) * (2 if masters else 1)
+                out[owner] += stop - start
+    return out
 
 
 def balance(

@@ -27,7 +27,6 @@ number of ranks.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -65,9 +64,7 @@ class Encoding(Protocol):
 
 @dataclass(frozen=True)
 class Dtypes:
-    """The four dtypes of a flat buffer: of computation, of master weights, of gradient sums, and of
-    gradients on the wire.
-    """
+    """The dtypes of computation, of master weights, of gradient sums, of gradients on the wire."""
 
     compute: torch.dtype
     master: torch.dtype
@@ -141,12 +138,6 @@ class Hop:
     def span(self) -> int:
         """Elements of the range that is divided."""
         return self.size * self.own
-
-    @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """The addresses that each rank sums, by its index in the hop."""
-        edges = [self.start + i * self.own for i in range(self.size + 1)]
-        return tuple(itertools.pairwise(edges))
 
 
 @dataclass(frozen=True)
@@ -240,9 +231,7 @@ class ShardSpec:
 
     @property
     def has_secondary(self) -> bool:
-        """A second copy: the cached shard is this rank's part in its group, refreshed once after a
-        step.
-        """
+        """A second copy: the cached shard is this rank's part in its group."""
         over_group = self.recipe.parameters.over == GROUP and not self.group_master
         return over_group and not self.stored and not self.resident and self.topology.outer > 1
 
@@ -263,11 +252,6 @@ class ShardSpec:
     def moments(self) -> str | None:
         """The format of Adam's moments; None for the masters' dtype."""
         return self.recipe.moments
-
-    @property
-    def adds(self) -> Adds:
-        """Who adds the gradients up."""
-        return adds_of(self.recipe, self.native) if self.ranks > 1 else "pairwise"
 
     # -- addresses ---------------------------------------------------------------------------------
 
@@ -393,9 +377,7 @@ class ShardSpec:
         return self.tiers is not None and self.tiers.parameters.on_disk and not self.resident
 
     def moment_bytes(self, slot: Slot, count: int) -> int:
-        """Return the bytes of `count` optimizer states of one parameter. Each state has one element
-        for every element that this rank steps.
-        """
+        """Return the bytes of `count` element-wise states of one parameter."""
         numel = self.local(slot)
         if self.moments is None:
             return count * numel * self.dtypes.master.itemsize
@@ -448,7 +430,11 @@ class ShardSpec:
 
     def added_by(self, hop: Hop) -> Adds:
         """Return who adds up the parts of a hop. Encoded parts are decoded and added one by one."""
-        return "pairwise" if hop.size == 1 or self.encodes(hop) else self.adds
+        if hop.size == 1 or self.encodes(hop):
+            return "pairwise"
+        if self.recipe.reduce == NATIVE:
+            return "backend"
+        return "at once" if self.native else "pairwise"
 
     def exchange(self, at: int, dtype: torch.dtype, adds: Adds | None = None) -> Exchange:
         """Return the buffers that hop `at` needs for gradients in `dtype`. `adds`: who adds the
@@ -484,11 +470,6 @@ def hops_of(topology: Topology, position: int, interval: int) -> tuple[Hop, ...]
         Hop("intra-group", inner, 0, outer * interval, position // outer),
         Hop("inter-group", outer, first, interval, position % outer),
     )
-
-
-def adds_of(recipe: Recipe, native: bool) -> Adds:
-    """Return who adds gradients up by this recipe, on NCCL (`native`) or on gloo."""
-    return "backend" if recipe.reduce == NATIVE else "at once" if native else "pairwise"
 
 
 def padded_bytes(codec: Encoding, numel: int) -> int:

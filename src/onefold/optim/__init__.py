@@ -13,14 +13,3 @@ step intervals. It does not depend on the forward pass.
 
 States become wholes, and wholes become states, by the moves of runtime/parts.py.
 """
-
-from onefold.optim.clip import GradScaler, across_stages, clip_grad_norm
-from onefold.optim.steps import install_step_hooks, remove_step_hooks
-
-__all__ = [
-    "GradScaler",
-    "across_stages",
-    "clip_grad_norm",
-    "install_step_hooks",
-    "remove_step_hooks",
-]  # fmt: skip

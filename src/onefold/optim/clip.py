@@ -9,8 +9,9 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch import nn
 
-from onefold.comm import CollectiveContext, Group
+from onefold.comm import Group
 from onefold.device import has_streams
 from onefold.recipe.rows import FLAT
 from onefold.runtime.agree import in_words
@@ -37,14 +38,26 @@ from onefold.runtime.storage import Storage
 # of them, which is made at the first call.
 
 
-def clip_grad_norm(
-    engines: Sequence[Engine], max_norm: float, norm_type: float, across: Group | None = None
+def clip_grad_norm_(
+    module: nn.Module | Sequence[nn.Module],
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    group: Any = None,
 ) -> torch.Tensor:
-    """See `onefold.clip_grad_norm_`. `across`: the ranks of all stages, if there are several.
+    """Scale all gradients so that their global norm is at most `max_norm`. Collective. Returns the
+    norm before scaling, on every rank. Each element counts once, whatever axes of a mesh it is
+    divided or replicated over.
+
+    Args:
+        module: the model; or a list of the stages of a pipeline that this rank has, each sharded by
+            itself. Then the norm is over all stages of all ranks, and every rank must call it.
+        group: with a list, the process group of the ranks of all stages; None for all ranks.
 
     Raises:
-        ValueError: `max_norm` is not a number >= 0, `norm_type` is not a number > 0, or the recipe
-            steps in the backward pass. Raised before any communication.
+        ValueError: `max_norm` is not a number from 0 up (infinity only measures), `norm_type` is
+            not a number above 0, `group` was given with one model, or the recipe steps in the
+            backward pass. Raised on every rank, before gradients change.
     """
     for name, given, expected in (
         ("max_norm", max_norm, "0 or more; float('inf') measures without clipping"),
@@ -54,6 +67,7 @@ def clip_grad_norm(
         if not number or not float(given) >= 0 or (name == "norm_type" and given == 0):
             raise ValueError(f"{name}={given!r}: expected a number, {expected}.")
     limit, p = float(max_norm), float(norm_type)
+    engines, across = _measured(module, group)
     if any(engine.recipe.step_in_backward for engine in engines):
         raise ValueError(
             "the recipe says step_in_backward=True, so that offloaded units are stepped before the"
@@ -64,7 +78,7 @@ def clip_grad_norm(
             engine.optimizer_is_stepping()
             said = f"max_norm={in_words(limit)}", f"norm_type={in_words(p)}"
             engine.note_update("clip_grad_norm_()", iter(said))
-        total = _total_norm(engines, across or engines[0].group, p)
+        total = _total_norm(engines, across, p)
         for engine in engines:
             engine.transfers.measures = p == 2
         if limit == math.inf:  # the factor is 1: no need to read the norm
@@ -90,9 +104,7 @@ def clip_grad_norm(
 def in_memory(
     engines: Sequence[Engine], params: Iterable[torch.Tensor]
 ) -> tuple[dict[torch.device, list[torch.Tensor]], list[Storage]]:
-    """Return the gradients of `params` that are in memory, by device, and the storages of those on
-    NVMe.
-    """
+    """Return the gradients in memory, by device, and the storages of those on NVMe."""
     on_disk = {
         id(e.param): f.storage
         for engine in engines
@@ -116,7 +128,7 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
     """Return the norm over all ranks of `group` as a 0-dim fp64 tensor, with the same bits on every
     rank. Each rank measures the parts of all gradients that it accounts for.
     """
-    device, step = engines[0].device, engines[0].step_count
+    device = engines[0].device
     each: list[torch.Tensor] = []
     here: dict[torch.device, list[int]] = {}  # places of gradients in `each`
     for entry in (entry for engine in engines for entry in engine.entries):
@@ -144,22 +156,44 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
     norms = torch.stack(each).to(device, torch.float64)
     mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
     values = group.gather_values(
-        mine, CollectiveContext("control", "(gradient norm)", step, "optimizer")
+        mine, engines[0].context("control", "(gradient norm)", "optimizer")
     )
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
 
 
+def _measured(
+    module: nn.Module | Sequence[nn.Module], group: Any = None
+) -> tuple[list[Engine], Group]:
+    """Return the engine of a model, or those of this rank's stages of a pipeline; and all ranks of the
+    model, or of all stages.
+    """
+    if isinstance(module, nn.Module):
+        if group is not None:
+            raise ValueError(
+                "clip_grad_norm_(model, ..., group=...): a model's norm is over its own ranks. Leave"
+                " group out, or give a list of a pipeline's stages."
+            )
+        engine = engine_of(module)
+        return [engine], engine.group
+    engines = [engine_of(stage) for stage in module]
+    if not engines:
+        raise ValueError("no stage was given: give the list of those on this rank.")
+    return engines, across_stages(engines, group)
+
+
 def across_stages(engines: Sequence[Engine], process_group: Any = None) -> Group:
     """Return a group over the ranks of all stages of a pipeline. Collective over them, the first
-    time. See [Note: stages of a pipeline].
+    time for each process group. See [Note: stages of a pipeline].
 
     Args:
         process_group: of these ranks; None for all ranks.
     """
     first = engines[0]
-    if first.across is None:
-        first.across = Group.over(process_group, first.device, first.recipe.stall_timeout, FLAT)
-    return first.across
+    if process_group not in first.across:
+        first.across[process_group] = Group.over(
+            process_group, first.device, first.recipe.stall_timeout, FLAT
+        )
+    return first.across[process_group]
 
 
 # -- loss scaling ----------------------------------------------------------------------------------
@@ -181,13 +215,12 @@ class GradScaler(torch.amp.GradScaler):
             growth_interval, enabled).
     """
 
-    def __init__(self, module: torch.nn.Module | Sequence[torch.nn.Module], **options: Any) -> None:
-        stages: Any = () if isinstance(module, torch.nn.Module) else module
-        self._engines = [engine_of(each) for each in stages or [module]]
-        self._across = across_stages(self._engines) if stages else None
+    def __init__(self, module: nn.Module | Sequence[nn.Module], **options: Any) -> None:
+        self._engines, self._across = _measured(module)
         super().__init__(self._engines[0].device.type, **options)
         # Only ranks of the last stage scale a loss; the others unscale by the same number
-        if stages and self.is_enabled():
+        self._stages = not isinstance(module, nn.Module)
+        if self._stages and self.is_enabled():
             self._lazy_init_scale_growth_tracker(self._engines[0].device)
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -218,7 +251,7 @@ class GradScaler(torch.amp.GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         engine = self._engines[0]
-        if self._across is not None and len(self._per_optimizer_states) > 1:
+        if self._stages and len(self._per_optimizer_states) > 1:
             raise ValueError(
                 "a GradScaler of a pipeline's stages scales one optimizer: give one the parameters of"
                 " all stages of this rank, in groups if they have different options."

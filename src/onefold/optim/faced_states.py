@@ -193,9 +193,7 @@ for _name in ("items", "values", "pop", "popitem", "setdefault"):
 
 
 def _fresh(optimizer: Optimizer, group: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return the state that the optimizer gives a parameter at its first step; {} if it cannot be
-    known.
-    """
+    """Return the optimizer's state of a first step; {} if it cannot be known."""
     flat = param.__dict__["onefold"].entry().flat
     plain = policy_of(optimizer, flat.entries[0]) is None and not flat.storage.offloaded
     with contextlib.suppress(Exception), torch.no_grad():

@@ -2,8 +2,7 @@
 dicts of `state_dict()` and `load_state_dict()`.
 
     state_dict()        parts of all ranks ──► rank 0's host, one state at a time      the other ranks: the same groups, an empty state
-    load_state_dict()   the same whole dict on every rank: each takes its part on its own host, without traffic
-                        whole on rank 0, empty elsewhere: rank 0 sends each rank its part
+    load_state_dict()   rank 0's dict counts: rank 0 sends each rank its part
 
 `kinds_of` says what a state is, and `OptimizerParts` reads and writes it:
 
@@ -26,10 +25,10 @@ dict is first asked for (optim/steps.py). Until then it keeps the states that it
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -47,8 +46,8 @@ from onefold.runtime.parts import (
     HeldParts,
     StateItem,
     from_first,
-    from_own,
     own_whole,
+    said_by_first,
     tell_all,
     to_first,
 )
@@ -357,11 +356,8 @@ def follow(engine: Engine) -> None:
     """Make the states this rank's parts of optimizers that were met before, and step parameters of a
     model that is sharded now (after onefold.unshard).
     """
-    mine = {id(entry.param) for entry in engine.entries}
     for optimizer, known in list(met.items()):
-        if known.hook is not None and any(
-            id(p) in mine for group in optimizer.param_groups for p in group["params"]
-        ):
+        if known.hook is not None and engine in Outline(optimizer).engines:
             with disable_torch_function():
                 _take_over(optimizer)
 
@@ -392,9 +388,7 @@ _Said = dict[Any, tuple[tuple[torch.dtype, Shape | None] | None, Any]] | None
 
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """The `state_dict` hook: return the whole dict in place of this rank's part; None if
-    `state_dict` is already whole.
-    """
+    """The `state_dict` hook: return the whole dict; None if `state_dict` is whole."""
     with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
         outline = Outline(optimizer)
         if not outline.special:
@@ -488,7 +482,7 @@ def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) ->
 
 # -- load_state_dict() -----------------------------------------------------------------------------
 #
-# before torch's load   the ranks compare their dicts ──► element-wise states are created and filled
+# before torch's load   rank 0 tells its dict ──► element-wise states are created and filled from rank 0
 # torch's load          numbers and groups
 # after it              the element-wise states are put into `optimizer.state`
 
@@ -497,12 +491,8 @@ def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) ->
 _loaded: weakref.WeakKeyDictionary[Optimizer, Made] = weakref.WeakKeyDictionary()
 
 
-class _Refused(ValueError):
-    """The dict cannot be loaded here."""
-
-
 def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-    """The `load_state_dict` hook: return this rank's part in place of the whole dict; None if torch
+    """The `load_state_dict` hook: return this rank's part in place of rank 0's dict; None if torch
     can load the dict as it is.
     """
     _loaded.pop(optimizer, None)
@@ -511,76 +501,51 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         if not outline.engines or (outline.engines[0].group.size == 1 and not outline.special):
             return None
         outline.refuse_moment(_LOAD)
-        engine, group = outline.engines[0], outline.engines[0].group
-        parts, complaint = OptimizerParts(optimizer), None
-        heads, digest = dict[str, Any](), b""
-        try:
-            heads, digest = _heads(optimizer, outline, parts, state_dict)
-        except _Refused as error:
-            complaint = str(error)
-        except Exception as error:  # not raised yet: the other ranks wait for this one's report
-            complaint = (
-                f"expected what optimizer.state_dict() returned ({type(error).__name__}: {error})."
-            )
-        said = complaint, digest, bool(state_dict.get("state"))
-        told = tell_all(engine, _LOAD, said)
-        scattered = told[0][2] and not all(full for _, _, full in told)
-        for rank, each in enumerate(told[:1] if scattered else told):
-            who = sorted(group.ranks)[rank]
-            if each[0] is not None:
-                raise ValueError(f"{_LOAD}: {each[0]}{f' (rank {who})' if len(told) > 1 else ''}")
-            if each != told[0]:
-                raise ValueError(
-                    f"{_LOAD}: rank {min(group.ranks)} and rank {who} were given different dicts. Give"
-                    " every rank the same whole one (the file that rank 0 saved), or rank"
-                    f" {min(group.ranks)} the whole one and the others what state_dict() returned"
-                    " there."
-                )
-        if not scattered and not outline.special:
-            return None
-        if scattered:  # rank 0 tells all but the element-wise tensors, which follow one by one
-            heads = tell_all(engine, _LOAD, heads)[0]
-        wholes = state_dict if not scattered or outline.engines[0].rank == 0 else None
-        return _take(optimizer, outline, parts, heads, wholes, scattered)
+        engine, parts = outline.engines[0], OptimizerParts(optimizer)
+        sizes = [len(group["params"]) for group in optimizer.param_groups]
+        if any(theirs != sizes for theirs in tell_all(engine, _LOAD, sizes)):
+            raise ValueError(f"{_LOAD}: the ranks' optimizers have different parameter groups.")
+        look = partial(_heads, optimizer, outline, parts, state_dict)
+        return _take(outline, parts, said_by_first(engine, _LOAD, look), state_dict)
 
 
 def _heads(
     optimizer: Optimizer, outline: Outline, parts: OptimizerParts, given: Mapping[str, Any]
-) -> tuple[dict[str, Any], bytes]:
-    """Return the dict with dtypes in the place of its element-wise tensors, which move by themselves, and
-    a digest of it.
+) -> dict[str, Any]:
+    """Return the dict with dtypes in the place of its element-wise tensors, which move by themselves.
 
     Raises:
-        _Refused: it does not fit the optimizer.
+        ValueError: it does not fit the optimizer.
     """
-    state, groups = dict(given.get("state", {})), given.get("param_groups", [])
-    if not state and not groups:
-        raise _Refused(
-            "the dict has neither 'state' nor 'param_groups'; expected what"
-            " optimizer.state_dict() returned."
+    state, groups = given.get("state"), given.get("param_groups")
+    if not isinstance(state, Mapping) or not groups:
+        raise ValueError(
+            "the dict has no 'state' or no 'param_groups'; expected what optimizer.state_dict()"
+            " returned."
         )
+    state = dict(state)
     ours = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in groups]
     if ours != theirs:
-        raise _Refused(
+        raise ValueError(
             f"the dict has parameter groups of {theirs} parameters, this {type(optimizer).__name__}"
             f" has groups of {ours}. Make the groups as they were when it was saved, of the same"
             " model."
         )
-    text: list[Any] = [[sorted((str(k), _simple(v)) for k, v in group.items()) for group in groups]]
     numbered = zip(numbers_of(given), outline.params, strict=True)
     there = [(n, param) for n, param in numbered if n in state]
     kinds = kinds_of([(param.shape, state[n]) for n, param in there])
     for (number, (_, entry, shape)), kind_of in zip(there, kinds, strict=True):
         state[number] = dict(state[number])
         for key, value in state[number].items():
-            text.append((number, str(key), _simple(value)))
             tensor, name = isinstance(value, torch.Tensor), "" if entry is None else entry.name
             where = f"state {key!r} of parameter {number} ({name!r})"
             if tensor and value.is_meta:
-                raise _Refused(
+                raise ValueError(
                     f"{where} is on the meta device, without values: give tensors with values."
                 )
+            if tensor:
+                state[number][key] = value.cpu()
             if entry is None:
                 continue
             if kind_of[key] == "elements":
@@ -589,31 +554,20 @@ def _heads(
             owned = parts.owned(entry) is not None and entry.region is None
             cut = outline.divided or (tensor and value.numel() > 1 and entry.flat.storage.on_disk)
             if tensor and value.ndim and cut and not owned:
-                raise _Refused(
+                raise ValueError(
                     f"{where} has shape {tuple(value.shape)}, expected {shape}: it is of another model."
                 )
-    return {**given, "state": state}, hashlib.sha256(repr(text).encode()).digest()
-
-
-def _simple(value: Any) -> Any:
-    """Return a description of a value that is the same on every rank: no addresses, no elements."""
-    if isinstance(value, torch.Tensor):
-        number = value.numel() == 1 and value.device.type != "meta"
-        return tuple(value.shape), value.item() if number else ""
-    plain = isinstance(value, (int, float, str, bool, type(None), list, tuple))
-    return value if plain else type(value).__name__
+    return {**given, "state": state}
 
 
 def _take(
-    optimizer: Optimizer, outline: Outline, parts: OptimizerParts, heads: dict[str, Any],
-    wholes: Mapping[str, Any] | None, scattered: bool,
-) -> dict[str, Any]:  # fmt: skip
+    outline: Outline, parts: OptimizerParts, heads: dict[str, Any], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return this rank's part for torch to load. Element-wise states are created here, and given to
     the optimizer after torch's own load.
 
     Args:
-        heads: the dict with dtypes in their place. wholes: the dict with its tensors, which only rank 0 has if
-            they are `scattered`.
+        heads: rank 0's dict with dtypes in their place. given: the dict with its tensors, on rank 0.
     """
     numbers, state = numbers_of(heads), heads["state"]
     mine: dict[Any, Any] = {key: value for key, value in state.items() if key not in set(numbers)}
@@ -626,28 +580,22 @@ def _take(
         held = parts.owned(entry) if entry is not None else None
         mine[number] = {}
         for key, value in state[number].items():
-            if not isinstance(value, torch.dtype):
-                if held is None or held.mine:
-                    # clone: the caller's dict must not change
-                    copied = isinstance(value, torch.Tensor) and entry is not None
-                    mine[number][key] = value.clone() if copied else value
-                continue
-            assert entry is not None
-            item, whole = StateItem(entry, key, value), None
-            parts.create(item)
-            if wholes is not None:
-                whole = wholes["state"][number][key]
-            if scattered:
-                from_first(_engine(entry), parts, item, whole)
-            elif whole is not None:
-                with parts.keeping_errors():
-                    from_own(parts, item, whole)
+            if isinstance(value, torch.dtype):
+                assert entry is not None
+                item, engine = StateItem(entry, key, value), _engine(entry)
+                parts.create(item)
+                whole = given["state"][number][key] if engine.rank == 0 else None
+                from_first(engine, parts, item, whole)
+            elif held is None or held.mine:
+                # clone: the caller's dict must not change
+                copied = isinstance(value, torch.Tensor) and entry is not None
+                mine[number][key] = value.clone() if copied else value
     with parts.keeping_errors():
         for each in outline.engines:
             if each.on_disk:
                 each.transfers.flush()
     parts.tell(_LOAD, outline.engines[0])
-    _loaded[optimizer] = parts.made
+    _loaded[parts.optimizer] = parts.made
     return {**heads, "state": mine}
 
 

@@ -60,6 +60,7 @@ from onefold.runtime.parameters.parameter import (
 )
 from onefold.runtime.parameters.values import count_step, drop_waiting
 from onefold.runtime.stepper import (
+    Stepper,
     TouchesReal,
     choose_implementation,
     held_inside,
@@ -221,16 +222,14 @@ def _is_part(optimizer: Optimizer) -> bool:
     """
     if optimizer in _inside or any(each is optimizer for each in (raw.optimizer, *raw.tried)):
         return True
-    if raw.optimizer is not None:
-        sharded = {id(entry.param) for engine in list(engines) for entry in engine.entries}
-        if any(id(p) in sharded for group in optimizer.param_groups for p in group["params"]):
-            name, inner = type(raw.optimizer).__name__, type(optimizer).__name__
-            raise TouchesReal(
-                f"the step() of {name} also calls that of {inner}, which would step the model's"
-                f" parameters several times for each step of {name}. Hold {inner} as an attribute of"
-                f" {name}, alone or in a list, tuple or dict, and leave all parameters to the"
-                " optimizers that are held."
-            )
+    if raw.optimizer is not None and states.Outline(optimizer).engines:
+        name, inner = type(raw.optimizer).__name__, type(optimizer).__name__
+        raise TouchesReal(
+            f"the step() of {name} also calls that of {inner}, which would step the model's"
+            f" parameters several times for each step of {name}. Hold {inner} as an attribute of"
+            f" {name}, alone or in a list, tuple or dict, and leave all parameters to the"
+            " optimizers that are held."
+        )
     return False
 
 
@@ -249,21 +248,20 @@ def _begin(
         faced_states.hide(optimizer)
         found = _entries_of(optimizer)
         apart = _choose(optimizer, found)
-    if any(entries for by_stepper in apart.values() for entries in by_stepper.values()):
+    if any(entries for _, entries in apart):
         _refuse_arguments(optimizer, args, kwargs)
     params = [e.param for entries in found.values() for e in entries]
-    args, kwargs = _with_closure(params, args, kwargs, first=any(apart.values()))
+    args, kwargs = _with_closure(params, args, kwargs, first=bool(apart))
     with disable_torch_function():
         for engine in found:
             engine.optimizer_is_stepping()
             members = engine.stepper.members(optimizer)
             engine.note_update(f"{type(optimizer).__name__}.step()", of_step(optimizer, members))
         note(_written, found, elsewhere)
-        for by_stepper in apart.values():
-            with torch.no_grad():
-                for stepper, entries in by_stepper.items():
-                    stepper.step(optimizer, entries)
-            _leave_out(optimizer, [e.param for some in by_stepper.values() for e in some])
+        with torch.no_grad():
+            for stepper, entries in apart:
+                stepper.step(optimizer, entries)
+        _leave_out(optimizer, [e.param for _, entries in apart for e in entries])
         if found:
             choose_implementation(optimizer, next(iter(found)).device)
             note(face, params)
@@ -290,8 +288,10 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
     return found
 
 
-def _choose(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engine, Any]:
-    """Return what is stepped before the optimizer's own step, by engine and stepper."""
+def _choose(
+    optimizer: Optimizer, found: dict[Engine, list[Entry]]
+) -> list[tuple[Stepper, list[Entry]]]:
+    """Return what is stepped before the optimizer's own step, and by whom."""
     every = {engine: list(entries) for engine, entries in found.items()}
     # Unsharded parameters (one rank) carry no mark of their engine, so they are searched for here
     for engine in list(engines):
@@ -309,13 +309,13 @@ def _choose(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engi
         if unsharded:
             every.setdefault(engine, []).extend(unsharded)
     inside = held_inside(optimizer)  # their own steps come here too
-    apart = {}
+    apart: list[tuple[Stepper, list[Entry]]] = []
     for engine, entries in every.items():
         verdict = verdict_for(engine.recipe)
         held = [entry for entry in entries if id(entry.param) in inside]
         refuse_cut_inside(optimizer, held, partial(verdict, optimizer))
         own = [entry for entry in entries if id(entry.param) not in inside]
-        apart[engine] = engine.stepper.choose(optimizer, own, verdict)
+        apart += engine.stepper.choose(optimizer, own, verdict).items()
     return apart
 
 

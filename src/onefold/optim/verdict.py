@@ -9,8 +9,7 @@
 The results, and every number that the optimizer keeps, must be equal bit for bit. "whole" is not
 tried: a table of classes says it (recipe/optimizers.py), or the recipe's `whole`. An update that is
 neither would silently compute something else with intervals, so it is refused. So is one that
-communicates: only one rank makes the trial. The recipe's `elementwise_optimizer` takes what is refused
-for element-wise.
+communicates: only one rank makes the trial. The recipe's `whole=False` takes all for element-wise.
 
 [Note: trials] The optimizer itself steps a parameter of its own, which has the values of a small matrix
 for that time. So whatever code keeps by the parameter or by the optimizer holds there. Afterwards all
@@ -86,9 +85,7 @@ def verdict_for(recipe: Recipe) -> Callable[[Optimizer, int], GroupVerdict]:
             return _ELEMENTWISE
         if said is True or (said and _named(said, optimizer, group)):
             return GroupVerdict(WHOLE, f"the recipe says whole={said!r}.")
-        found = verdict_of(optimizer, group)
-        believed = recipe.elementwise_optimizer and found.update == REFUSED
-        return _ELEMENTWISE if believed else found
+        return verdict_of(optimizer, group)
 
     return told
 

@@ -30,7 +30,7 @@ import contextlib
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -95,9 +95,7 @@ class Owned:
         return flat.group.topology.intra_group(position).index(position) == self.owner
 
     def counts(self, position: int | None = None) -> bool:
-        """Whether this rank (or that at `position`) accounts for its states: the first of those that
-        have them.
-        """
+        """Whether this rank (or that at `position`) is the first of those that have its states."""
         group = self.entry.flat.group
         here = group.rank if position is None else position
         return here == next(filter(self.at, range(group.size)))
@@ -156,13 +154,13 @@ def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]
             if entry.slot.numel and steps_whole(engine, optimizer, entry.flat, verdict):
                 if entry.flat.whole_master:  # every rank owns all
                     among, place = entry.flat.group, entry.flat.group.rank
-                    matrix = Matrix(0, entry.slot.shape, ((place, 0, entry.slot.numel),))
+                    matrix = Matrix(entry.number, entry.slot.shape, ((place, 0, entry.slot.numel),))
                     out[id(param)] = Owned(entry, among, place, matrix)
                 else:
                     wanted.setdefault(entry.flat.owners_group, []).append(entry)
     for among, found in wanted.items():
-        matrices = [Matrix(i, e.slot.shape, _pieces(e, among)) for i, e in enumerate(found)]
-        kept = {i: chosen[entry] for i, entry in enumerate(found) if entry in chosen}
+        matrices = [Matrix(e.number, e.slot.shape, _pieces(e, among)) for e in found]
+        kept = {entry.number: chosen[entry] for entry in found if entry in chosen}
         owners = assign(matrices, among.size, kept)
         for matrix, entry in zip(matrices, found, strict=True):
             out[id(entry.param)] = Owned(entry, among, owners[matrix.key], matrix)
@@ -321,18 +319,17 @@ class WholeStep(Stepper):
         return not found[-1]
 
     def _agree_on_failure(self, optimizer: Optimizer, error: Exception | None) -> None:
-        group, name, context = self.engine.group, type(optimizer).__name__, _context(self.engine)
-        if group.any_of(bytes([error is not None]), context) == b"\0":
+        failed = self.engine.group.failed(error, _context(self.engine))
+        if not failed:
             return
+        name = type(optimizer).__name__
         self.engine.transfers.broken = (
             f"{name}'s step failed half way, so that some matrices are of two steps. Start again"
             " from the last checkpoint."
         )
-        said = "" if error is None else f"{type(error).__name__}: {error}"
-        told = dict(zip(group.ranks, group.tell(said, context), strict=True))
-        failed = "; ".join(f"rank {rank} ({told[rank]})" for rank in sorted(told) if told[rank])
+        said = "; ".join(f"rank {rank} ({text})" for rank, text in failed.items())
         raise RuntimeError(
-            f"{name}.step() failed on {failed}, which steps some of the matrices for all."
+            f"{name}.step() failed on {said}, which steps some of the matrices for all."
         ) from error
 
 
@@ -347,29 +344,8 @@ def _has_whole(flat: Flat) -> bool:
 
 #: Rows of a matrix that travels.
 _GRADIENT, _MASTER = 0, 1
-
-
-@dataclass
-class _Round:
-    """Matrices that travel together.
-
-    Attributes:
-        whole: {gradient, master}, [numel] each, by the entry's number, of those that this rank owns.
-        landing: what waits for each exchange under way, and brings its pieces to their places.
-    """
-
-    owned: list[Owned]
-    whole: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
-    landing: list[Callable[[], None]] = field(default_factory=list)
-
-    @property
-    def mine(self) -> list[Owned]:
-        return [each for each in self.owned if each.mine]
-
-    def land(self) -> None:
-        for land in self.landing:
-            land()
-        self.landing = []
+#: {gradient, master}, [numel] each, of the matrices that this rank owns, by their keys.
+Wholes = dict[int, dict[int, torch.Tensor]]
 
 
 @dataclass
@@ -395,41 +371,56 @@ class _Rounds:
 
     def run(self, owned: Sequence[Owned]) -> Exception | None:
         """Step all of `owned`. Returns the first error of the optimizer's own step."""
-        of_key = {each.entry.number: each for each in owned}
-        matrices = [Matrix(n, each.matrix.shape, each.matrix.pieces) for n, each in of_key.items()]
-        in_order = rounds(matrices, {n: each.owner for n, each in of_key.items()})
-        todo = [_Round([of_key[m.key] for m in some]) for some in in_order]
-        self._send_pieces(todo[0])
+        of_key = {each.matrix.key: each for each in owned}
+        in_order = rounds([e.matrix for e in owned], {k: e.owner for k, e in of_key.items()})
+        todo = [self._round([of_key[matrix.key] for matrix in some]) for some in in_order]
+        next(todo[0])
         for before, now, after in zip([None, *todo], todo, [*todo[1:], None], strict=False):
             if after is not None:
-                self._send_pieces(after)
-            self._step(now)
+                next(after)  # its pieces travel while this round is stepped
+            next(now)
             if before is not None:
-                self._take_back(before)
-            self._exchange(now, _MASTER, back=True)
-        self._take_back(todo[-1])
+                next(before, None)
+            next(now)
+        next(todo[-1], None)
         return self.error
 
-    def _send_pieces(self, now: _Round) -> None:
-        for each in now.mine:
+    def _round(self, owned: Sequence[Owned]) -> Iterator[None]:
+        """Send pieces to the owners; step; send new pieces back; bring them to their places. Yields
+        after each but the last.
+        """
+        mine, itemsize = [each for each in owned if each.mine], self.dtype.itemsize
+        rows = (_GRADIENT,) if self.whole else (_GRADIENT, _MASTER)
+        whole: Wholes = {}
+        for each in mine:
             numel = each.matrix.numel
-            now.whole[each.entry.number] = {r: self.empty(numel) for r in (_GRADIENT, _MASTER)}
-            self.count(2 * numel * self.dtype.itemsize)
-        for row in (_GRADIENT,) if self.whole else (_GRADIENT, _MASTER):
-            self._exchange(now, row)
+            whole[each.matrix.key] = {row: self.empty(numel) for row in (_GRADIENT, _MASTER)}
+            self.count(2 * numel * itemsize)
+        landing = [self._exchange(owned, whole, row) for row in rows]
+        yield
+        while landing:
+            landing.pop(0)()
+        self._step(mine, whole)
+        yield
+        land = self._exchange(owned, whole, _MASTER, back=True)
+        yield
+        land()
+        self.count(-sum(each.matrix.numel for each in mine) * itemsize)
 
-    def _exchange(self, now: _Round, row: int, back: bool = False) -> None:
+    def _exchange(
+        self, owned: Sequence[Owned], wholes: Wholes, row: int, back: bool = False
+    ) -> Callable[[], None]:
         """Begin to send pieces to the owners, or `back`. Every rank makes it, in the same order, also
-        without pieces.
+        without pieces. Returns what waits, and brings the pieces to their places.
 
         A piece that is alone on its way between two ranks is sent from where it lies, and received
         where it belongs; several, or those on the host, go in a buffer together.
         """
         sends, recvs = defaultdict[int, list[torch.Tensor]](list), defaultdict[int, list[Any]](list)
         at_holders, at_owners = (recvs, sends) if back else (sends, recvs)
-        for each in now.owned:
+        for each in owned:
             for place, start, stop in each.matrix.pieces:
-                whole = now.whole[each.entry.number][row][start:stop] if each.mine else None
+                whole = wholes[each.matrix.key][row][start:stop] if each.mine else None
                 if place != self.group.rank:
                     if whole is not None:
                         at_owners[place].append(whole)
@@ -458,9 +449,7 @@ class _Rounds:
             return out
 
         context, number = _context(self.engine, OWNERS), 3 * self.number + (2 if back else row)
-        pending = self.group.exchange(
-            messages(sends), messages(recvs), context, number, move=OWNERS
-        )
+        pending = self.group.exchange(messages(sends), messages(recvs), context, number)
         buffers = sum(nbytes_of(buffer) for buffer, _ in together)
         self.count(buffers)
 
@@ -473,20 +462,14 @@ class _Rounds:
                     at += place.numel()
             self.count(-buffers)
 
-        now.landing.append(land)
+        return land
 
-    def _take_back(self, now: _Round) -> None:
-        now.land()
-        self.count(-sum(each.matrix.numel for each in now.mine) * self.dtype.itemsize)
-        now.whole.clear()
-
-    def _step(self, now: _Round) -> None:
-        """Step this rank's matrices: the masters of `now.whole` get their new values."""
-        now.land()
+    def _step(self, mine: Sequence[Owned], wholes: Wholes) -> None:
+        """Step this rank's matrices: their masters get their new values."""
         parts, states = list[Part](), self.optimizer.state
         here, host = self.engine.device, torch.device("cpu")
-        for each in now.mine:
-            whole = now.whole[each.entry.number]
+        for each in mine:
+            whole = wholes[each.matrix.key]
             grad, master = whole.pop(_GRADIENT), whole[_MASTER]
             flat, shape = each.entry.flat, each.matrix.shape
             if self.whole:
@@ -508,9 +491,9 @@ class _Rounds:
                 if (new := part.state) is not None:
                     before: dict[Any, Any] = states.get(part.param) or {}
                     states[part.param] = _moved(new, host, before) if self.away else new
-        for each, part in zip(now.mine, parts, strict=True):
+        for each, part in zip(mine, parts, strict=True):
             # The optimizer may have given the parameter other memory
-            now.whole[each.entry.number] = {_MASTER: part.data.reshape(-1)}
+            wholes[each.matrix.key] = {_MASTER: part.data.reshape(-1)}
             self.count(-each.matrix.numel * self.dtype.itemsize)
 
     def empty(self, numel: int) -> torch.Tensor:

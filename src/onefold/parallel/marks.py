@@ -108,9 +108,7 @@ class Marks:
                 self._unknown[entry.number] = entry
 
     def _is_right(self, entry: Entry, of_rank: dict[int, torch.Tensor]) -> bool:
-        """Return whether its mark is known to be right, by each rank's numbers; raise if it is
-        wrong.
-        """
+        """Return whether its mark is known to be right; raise if it is wrong."""
         known, data_of = False, self._mesh.data_of
         for holders in entry.flat.ranks.groups:
             for a, b in combinations(holders, 2):

@@ -117,9 +117,7 @@ def _divide(engine: Engine, divisor: float) -> None:
 
 @contextlib.contextmanager
 def accumulating(module: nn.Module) -> Iterator[None]:
-    """Context of passes whose gradients stay whole on this rank, whatever the recipe says, until
-    `reduce_grad`.
-    """
+    """Context of passes whose gradients stay whole on this rank, until `reduce_grad`."""
     engine = engine_of(module)
     before, engine.holds_whole = engine.holds_whole, True
     try:
@@ -188,9 +186,7 @@ class PipelineStage(pipelining.PipelineStage):
         kwargs: dict[str, Any] | None = None,
         save_forward_output: bool = True,
     ) -> Any:
-        if not self._engine.gather.holding:
-            self._gathered_here = True
-            unshard(self.submod)
+        self._hold()
         with accumulating(self.submod):
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._forwards += 1
@@ -224,38 +220,39 @@ class PipelineStage(pipelining.PipelineStage):
             self._release()
         return result
 
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Divide and reduce the gradients of this step. Called by schedules, once a step."""
-        self._finish(grad_scale_factor)
-
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Do the same: schedules without REDUCE_GRAD actions call this alone."""
-        self._finish(grad_scale_factor)
-
-    def _finish(self, factor: int) -> None:
+        """Divide and reduce the gradients of this step. Called by schedules, once or twice a step."""
         if self._earlier is None:  # no backward pass: an evaluation, or the second call in a step
             return
         with disable_torch_function(), torch.no_grad():
             for param, earlier in self._earlier:
                 if (grad := get_grad(param)) is not None:
-                    grad.div_(factor)
+                    grad.div_(grad_scale_factor)
                 if earlier is not None:
                     set_grad(param, earlier if grad is None else earlier.add_(grad))
         self._earlier = None
         engine = self._engine
         if not engine.pending:
             return
-        if self._divide_by not in (None, factor):
+        if self._divide_by not in (None, grad_scale_factor):
             raise ValueError(
                 f"gradients that wait under onefold.no_sync are to be divided by {self._divide_by}"
-                f" micro-batches, and those of this step by {factor}: give all steps of a"
+                f" micro-batches, and those of this step by {grad_scale_factor}: give all steps of a"
                 " schedule under no_sync the same number, or leave no_sync out."
             )
         if not engine.sync:
-            self._divide_by = factor
+            self._divide_by = grad_scale_factor
             return
         self._divide_by = None
-        reduce_grad(self.submod, factor)
+        reduce_grad(self.submod, grad_scale_factor)
+
+    #: Schedules with REDUCE_GRAD actions call this one first.
+    perform_reduce_grad = scale_grads
+
+    def _hold(self) -> None:
+        if not self._engine.gather.holding:
+            self._gathered_here = True
+            unshard(self.submod)
 
     def _release(self) -> None:
         if self._gathered_here:
@@ -286,9 +283,7 @@ class PipelineStage(pipelining.PipelineStage):
     def _forward_metadata_inference(
         self, args: Any, kwargs: dict[str, Any] | None = None, has_backward: bool = False
     ) -> Any:
-        if not self._engine.gather.holding:
-            self._gathered_here = True
-            unshard(self.submod)
+        self._hold()
         with accumulating(self.submod):
             return super()._forward_metadata_inference(args, kwargs, has_backward)
 

@@ -28,7 +28,7 @@ from math import prod
 import torch
 
 from onefold.layout import Level, ShardSpec, Slot
-from onefold.layout.owners import Matrix, assign, balance, product_flops, rounds, traffic
+from onefold.layout.owners import Matrix, assign, balance, product_flops, rounds, sent
 from onefold.plan.rank import Stage, UnitPlan
 from onefold.plan.shapes import ModelShape
 from onefold.recipe.optimizers import PLANNED, WHOLE, KnownOptimizer
@@ -206,19 +206,18 @@ def owned_matrices(
                 out[place]["carried"] += 2 * (stop - start) * item
     messages = 0
     for kind in kinds.values():
-        some = traffic(kind.matrices, owners, ranks)
+        elements = sent(kind.matrices, owners, ranks, kind.masters)
         todo = rounds(kind.matrices, owners)
         messages += (2 + kind.masters) * len(todo)
         for place, (buffers, beside) in enumerate(_buffers(todo, owners, ranks, kind)):
-            out[place]["sent"] += some.sent(place, kind.masters) * kind.itemsize
+            out[place]["sent"] += elements[place] * kind.itemsize
             out[place]["buffers"] = max(out[place]["buffers"], buffers)
             out[place]["beside"] = max(out[place]["beside"], beside)
     busiest, least = balance(matrices, owners, ranks)
-    staying = traffic(matrices, owners, ranks).staying
-    elements = sum(matrix.numel for matrix in matrices)
+    staying = sum({rank for rank, _, _ in m.pieces} == {owners[m.key]} for m in matrices)
     return OwnedMatrices(
         tuple(_Rank(**each) for each in out),
-        Balance(len(matrices), elements, ranks, staying, busiest, least),
+        Balance(len(matrices), sum(m.numel for m in matrices), ranks, staying, busiest, least),
         messages,
         "intra-group" if flats[0].group_master and flats[0].topology.two_levels else "all",
     )

@@ -227,7 +227,7 @@ class Program:
         }
         levels = any(f.topology.two_levels for u in units for f in u.flats)
         self.ahead = recipe.units_ahead(levels)
-        self.in_flight = recipe.in_flight if recipe.overlap else 0
+        self.in_flight = recipe.in_flight
         self.from_disk = bool(self.ahead) and any(
             f.gathers_from_disk for u in units for f in u.flats
         )

@@ -384,8 +384,9 @@ def exchanges(
 def _groups(
     ranks: Sequence[int], inner: int | str | None, per_node: int | None
 ) -> tuple[Topology, bool]:
-    topology = Topology(len(ranks), inner_of(inner, ranks, per_node))
-    return topology, flat_over(nodes_of(ranks, per_node), topology)
+    nodes = nodes_of(ranks, per_node)
+    topology = Topology(len(ranks), inner_of(inner, nodes))
+    return topology, flat_over(nodes, topology)
 
 
 def at_the_turn(units: Sequence[UnitPlan]) -> set[str]:

@@ -39,9 +39,7 @@ class Encoded(Hop):
         self._encode(buffer[: self.mine.start], coded[:here])
         self._encode(buffer[self.mine.stop :], coded[here + 1 :])
         if group.native and self.used == room.part:
-            pending = group.scatter_parts(
-                sent, rows, context, flat.index, context.move, plain, flat.trained
-            )
+            pending = group.scatter_parts(sent, rows, context, flat.index, plain, flat.trained)
         else:
             sends, recvs = (
                 [(p, each[p, : self.used]) for p in group.peers] for each in (coded, rows)

@@ -10,8 +10,6 @@ from onefold.recipe.rows import PLACEMENTS_OF_STAGE, Placement, Row, Tier
 if TYPE_CHECKING:
     from onefold.recipe.moments import COMPUTE_DTYPES
 
-__all__ = ["COMPUTE_DTYPES", "PLACEMENTS_OF_STAGE", "Placement", "Recipe", "Row", "Tier"]
-
 
 def __getattr__(name: str) -> Any:
     if name != "COMPUTE_DTYPES":

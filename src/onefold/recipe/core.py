@@ -164,15 +164,13 @@ class Recipe:
         "Units gathered ahead of their use (above 1 GiB together: one).", number(0, math.inf, "a whole number of units, 0 or more"), ())
     in_flight: int = _engine(2, "Reductions under way while the backward pass goes on (above 1 GiB together, sent and received: one).",
         number(0, math.inf, "a whole number of units, 0 or more"), ())
-    overlap: bool = _engine(True, "False: no prefetch and nothing in flight, for debugging; the same bits.", commands=())
     cast_inputs: bool = _engine(True, "Cast floating-point inputs to the precision that is named.", commands=())
     sync_buffers: bool | Literal["norms"] = _engine(True,
         "Buffers that become rank 0's before a forward pass, when DDP would send them: all, those of norms, or none.", commands=())
-    elementwise_optimizer: bool | None = _engine(None,
-        "Assert that the optimizer treats every element alike, where a trial cannot tell (default: it is tried).", commands=())
     whole: Any = _engine(None,
-        "Which parameter groups are stepped as whole matrices, each by one owner: True for all, False for none, or patterns of"
-        " names for the groups of such parameters (default: those whose update looks at whole matrices, as a trial shows).",
+        "Which parameter groups are stepped as whole matrices, each by one owner: True for all, False for none (also where a trial"
+        " cannot tell that the optimizer treats every element alike), or patterns of names for the groups of such parameters"
+        " (default: those whose update looks at whole matrices, as a trial shows).",
         of.whole_groups, (), bool | Sequence[str] | None)
     stall_timeout: float = _engine(300.0, "Seconds a rank waits for the others before every rank gets an error.",
         number(1e-9, 1e9, "a finite number of seconds above 0, and below 1e9", whole=False), _TRAIN)
@@ -279,11 +277,9 @@ class Recipe:
         return BLOCK if self.moments is not None and FORMATS[self.moments].packed else 0
 
     def units_ahead(self, two_levels: bool) -> int:
-        """Return how many units are gathered ahead of use. `two_levels`: there are several groups
-        of several ranks.
-        """
+        """Return how many units are gathered ahead of use."""
         levels = 2 if two_levels and self.parameters.over != GROUP else 1
-        return levels * self.prefetch if self.overlap else 0
+        return levels * self.prefetch
 
     def with_sums(self, native: bool, flat_over_nodes: bool) -> Recipe:
         """Return the recipe with "native" for a `reduce` of None, where that is faster by far; else
@@ -315,32 +311,19 @@ class Recipe:
         return {n: v for n, v in every.items() if v != OPTIONS[n].default}
 
     def describe(self) -> str:
-        """Return the recipe as a table like the one in this module's docstring, the options that
-        were given, and the notes.
-        """
+        """Return its rows as a table, the options that were given, and the notes."""
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
-        for name in ROWS:
-            row, (at_rest, wire) = getattr(self, name), self.in_words(name)
+        for name, row, sent in zip(ROWS, self.rows, (self.stage > 0, True, False), strict=True):
+            wire = _short(row.wire or self.parameters.dtype) if sent else "-"
             place, tier = row.placement.value, row.tier.value
-            lines.append(f"{name:12}{place:12}{tier:8}{at_rest:10}{wire or '-':10}")
+            lines.append(f"{name:12}{place:12}{tier:8}{_short(row.dtype):10}{wire:10}")
         given = "; ".join(f"{name}={_said(value)}" for name, value in self.given.items())
         return "\n".join([*lines, *([given] if given else []), *self.notes])
 
-    def in_words(self, name: str) -> tuple[str, str]:
-        """Return the dtypes of a row, stored and on the wire, as a table shows them: by name,
-        "model's" for each parameter's own, "" if not sent.
-        """
-        row = getattr(self, name)
-        sent = name == "gradients" or (name == "parameters" and self.stage > 0)
-        return _short(row.dtype), _short(row.wire or self.parameters.dtype) if sent else ""
-
-
-#: The name of each parameter's own dtype in a table.
-MODELS = "model's"
-
 
 def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.") if dtype is not None else MODELS
+    """Return the name of a dtype, for a table; None: each parameter's own."""
+    return str(dtype).removeprefix("torch.") if dtype is not None else "model's"
 
 
 def _said(value: Any) -> str:
@@ -429,15 +412,12 @@ def check(r: Recipe) -> None:
 
 
 def without_effect(r: Recipe) -> list[str]:
-    """Return a sentence for each option that was given and has no effect: none is silently
-    ignored.
-    """
+    """Return a sentence for each option that was given and has no effect."""
     below = f"at stage {r.stage}: it is about gathering sharded parameters (stage 3)"
     idle: tuple[tuple[Any, tuple[str, ...], str], ...] = (
         (r.stage < 3, ("prefetch", "reshard_after_forward"), below),
-        (not r.overlap, ("prefetch", "in_flight"), "under overlap=False"),
         (r.precision in (None, "fp32"), ("cast_inputs",), "where no 16-bit precision is named: inputs stay as they come"),
-        (r.stage < 1, ("elementwise_optimizer", "whole"), "at stage 0: every optimizer sees whole parameters"),
+        (r.stage < 1, ("whole",), "at stage 0: every optimizer sees whole parameters"),
         ("bf16" not in (r.moments, r.master_dtype), ("stochastic_rounding",),
          "where nothing is rounded to bf16: give moments='bf16' or master_dtype='bf16'"),
         (r.optimizer.tier is Tier.DEVICE, ("offload_amount",), "where the optimizer's states stay on the device: give offload_optimizer"),

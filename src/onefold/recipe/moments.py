@@ -73,9 +73,7 @@ class Format:
         return (f"{key}.{self.name}", f"{key}.{self.name}.scale") if self.packed else (key,)
 
     def of(self, numel: int) -> Format:
-        """Return the format for a whole parameter of `numel` elements: this one, or fp32 if the
-        parameter is too small to be packed.
-        """
+        """Return this format, or fp32 for a whole parameter too small to be packed."""
         return FORMATS["fp32"] if self.packed and numel < SMALLEST else self
 
 
@@ -115,16 +113,12 @@ _PACKED: Mapping[object, Packed] = {
 
 
 def packed(key: object) -> Packed | None:
-    """Return what a key of an optimizer's state says, such as "exp_avg.int8.scale"; None if it is not a
-    part of a packed moment.
-    """
+    """Return what a key such as "exp_avg.int8.scale" says; None for any other."""
     return _PACKED.get(key)
 
 
 def grain_of(key: object) -> int:
-    """Return the elements that one item of the state `key` stands for: 1 except for int4 codes and
-    scales.
-    """
+    """Return the elements of one item of the state `key`: 1 but for int4 and scales."""
     part = packed(key)
     return part.grain if part is not None else 1
 

@@ -273,6 +273,8 @@ GONE = {
     "borders": "leave it out",
     "tile": "call onefold.tiling.tile_linears(model, size) before shard()",
     "gradients": "write reduce_op",
+    "overlap": "write prefetch=0, in_flight=0",
+    "elementwise_optimizer": "write whole=False",
 }
 
 

@@ -108,17 +108,12 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
     Raises:
         TierError: on every rank, if any rank has an `error`.
     """
-    # The error raised below is a TierError too, so this name is left out
-    kind = "" if isinstance(error, TierError) else f"{type(error).__name__}: "
-    said = f"{kind}{error}" if error is not None else ""
     context = engine.context("control", "(NVMe)", "optimizer")
-    told = engine.group.tell(said, context)
-    wrong = [(rank, message) for rank, message in enumerate(told) if message]
-    if wrong:
+    if failed := engine.group.failed(error, context):
         engine.failure, engine.failure_agreed = None, False
         engine.transfers.forget_writes()
-        rank, message = wrong[0]
-        raise TierError(f"rank {engine.group.ranks[rank]}, {when}: {message}") from error
+        rank, said = next(iter(failed.items()))
+        raise TierError(f"rank {rank}, {when}: {said.removeprefix('TierError: ')}") from error
 
 
 def _bits(members: set[int], size: int) -> bytes:

@@ -29,7 +29,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.comm import CollectiveContext, Group
 from onefold.device import chunk_for
 from onefold.layout import round_up
-from onefold.layout.holders import Mesh
 from onefold.memory import GRADIENTS, MASTERS, PARAMETERS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
@@ -172,12 +171,11 @@ class Engine:
         group: Group,
         device: torch.device,
         capabilities: Capabilities,
-        mesh: Mesh,
     ) -> None:
         self.device, self.capabilities = device, capabilities
-        self.group, self.mesh = group, mesh
-        # The ranks of all stages of a pipeline of which this is one, see optim/clip.py
-        self.across: Group | None = None
+        self.group, self.mesh = group, group.shared.mesh
+        # The ranks of all stages of a pipeline of which this is one, by process group: see optim/clip.py
+        self.across: dict[Any, Group] = {}
         self.rank, self.world_size = group.number, group.size
         if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
             raise ValueError(
@@ -213,7 +211,7 @@ class Engine:
         self.timeline: deque[tuple[str, str, float, float]] = deque(maxlen=1 << 14)
         # Waits until the save, or copy of averages, that is under way has read masters and states
         self.copying: Callable[[], None] | None = None
-        holders = find_boxes(specs, self.group, mesh)
+        holders = find_boxes(specs, self.group, self.mesh)
         self.units: list[Unit] = bind(specs, self, offloaded, holders)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.entries = [entry for flat in self.flats for entry in flat.entries]
@@ -277,9 +275,8 @@ class Engine:
             self.settle()
         for stepper in self.stepper.apart:
             stepper.close()
-        if self.across is not None:
-            self.across.close()
-        self.group.close()
+        for group in (*self.across.values(), self.group):
+            group.close()
         self.transfers.close()
         for flat in self.flats:
             flat.grad = flat.held = flat.full = None

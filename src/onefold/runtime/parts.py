@@ -14,7 +14,6 @@ callers know no tiers or formats.
     every rank's `read`   ──── `to_first`  ────────────────────────►   rank 0's host, one item at a time
     rank 0's whole        ──── `from_first` ───────────────────────►   every rank's `write`
     masters of all ranks  ──── `whole_masters` ────────────────────►   a whole flat buffer on every rank
-    a whole on each rank  ──── `from_own` (no traffic) ────────────►   this rank's `write`
     this rank's `values`  ──── (no traffic) ───────────────────────►   this rank's file
 
 | parts             | file                      | items                                                                |
@@ -31,8 +30,7 @@ their first rank, and these exchange boxes with rank 0:
 | caller                                                       | moves                          |
 |--------------------------------------------------------------|--------------------------------|
 | `full_state_dict`, `EMA.state_dict`, `optimizer.state_dict`, `export` | `to_first`            |
-| `load_full_state_dict`, `EMA.load_state_dict`, `shard`       | `from_first`                   |
-| `optimizer.load_state_dict`                                  | `from_first`, or `from_own`    |
+| `load_full_state_dict`, `EMA.load_state_dict`, `optimizer.load_state_dict`, `shard` | `from_first` |
 | `full_params`, `parameter.onefold.gather()`, `unshard`, `stream_params` | `whole_masters`     |
 | leaving `full_params(write=True)`                            | `within_holders`               |
 | `save`                                                       | `values`                       |
@@ -47,10 +45,10 @@ would gather themselves otherwise.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -65,6 +63,7 @@ from onefold.runtime.storage import OnDisk, in_memory
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
+_T = TypeVar("_T")
 #: Elements moved at a time; a multiple of BLOCK, so that blocks of packed moments stay whole.
 CHUNK = 8 << 20
 assert not CHUNK % BLOCK
@@ -341,7 +340,7 @@ def whole_masters(engine: Engine, flat: Flat, dtype: torch.dtype | None = None) 
                 full[at + a : at + b].copy_(parts.read(item, a, b))
         if not flat.whole_master:
             context = engine.state_context(flat.unit_name)
-            flat.owners_group.all_gather(full, context, flat.index, move="state").wait()
+            flat.owners_group.all_gather(full, context, flat.index).wait()
     return full
 
 
@@ -382,6 +381,26 @@ def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:
     return [value for _, value in said.values()]
 
 
+def said_by_first(engine: Engine, call: str, ask: Callable[[], _T]) -> _T:
+    """Return what `ask` returns on rank 0, which alone calls it, on every rank. Collective.
+
+    Raises:
+        ValueError: on every rank, if it raises on rank 0.
+    """
+    value: Any = None
+    wrong = None
+    if engine.rank == 0:
+        try:
+            value = ask()
+        except Exception as error:  # not raised yet: the other ranks wait to be told
+            known = isinstance(error, ValueError)
+            wrong = str(error) if known else f"{type(error).__name__}: {error}"
+    value, wrong = tell_all(engine, call, (value, wrong))[0]
+    if wrong is not None:
+        raise ValueError(f"{call}: {wrong}")
+    return value
+
+
 def _chunks(item: StateItem) -> list[tuple[int, int]]:
     _, numel = item.part((0, item.entry.slot.numel))
     return [(x, min(x + CHUNK, numel)) for x in range(0, numel, CHUNK)]
@@ -401,16 +420,5 @@ def _exchange(
     out = [(p, t.reshape(-1).to(device, dtype)) for p, t in sends.items()]
     came = {p: torch.empty(numel, dtype=dtype, device=device) for p, numel in sizes.items()}
     context = engine.state_context(flat.unit_name)
-    group.exchange(out, [*came.items()], context, flat.index, move="state").wait()
+    group.exchange(out, [*came.items()], context, flat.index).wait()
     return came
-
-
-# -- moves on one rank -----------------------------------------------------------------------------
-
-
-def from_own(parts: HeldParts, item: StateItem, whole: torch.Tensor) -> None:
-    """Write the elements of `whole` (any shape and device) that this rank holds. Local."""
-    if item.box is not None:
-        whole = item.box.part(whole.reshape(item.shape))
-    a, b = parts.held(item.entry)
-    parts.write(item, a, b, whole.reshape(-1)[a:b].to(item.dtype))

@@ -122,7 +122,7 @@ class Reducer:
         self.aside = ASIDE_WITH_STREAMS if has_streams(self.pool.device) else ASIDE
         # The order of reductions, see runtime/gather.py
         self.order = Order(self.units[::-1])
-        self.in_flight = engine.recipe.in_flight if engine.recipe.overlap else 0
+        self.in_flight = engine.recipe.in_flight
         self.under_way: list[Reduction] = []
         self.on_next_hop: list[Reduction] = []  # past their first hop
         # Entries that have a gradient, on any rank, in the held sums

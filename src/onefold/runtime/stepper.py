@@ -225,7 +225,7 @@ def not_elementwise(optimizer: Optimizer, verdict: GroupVerdict) -> ValueError:
         " and offloading serve updates that treat every element alike (SGD, Adam, AdamW, Lion, ...)"
         " or each matrix by itself (Muon, Adafactor, LAMB, ...). Use stage 0 on the device, or one of"
         " those; if you know the update to be element-wise, give the recipe"
-        " elementwise_optimizer=True; if it steps each matrix by itself, whole=True."
+        " whole=False; if it steps each matrix by itself, whole=True."
     )
 
 

@@ -240,7 +240,7 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
     """Shard the twin and yield its engine; close the engine afterwards, also after an error.
     `given` are further arguments of `shard`.
     """
-    from onefold.optim import remove_step_hooks
+    from onefold.optim.steps import remove_step_hooks
     from onefold.runtime.hooks import engine_of
     from onefold.sharding import shard
 

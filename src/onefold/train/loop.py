@@ -286,9 +286,9 @@ class _Loop:
         """Evaluate, report and save after a step. `row`: None for a step that is read later."""
         if row is not None:
             if self._evaluates(step, stopping):
-                sent = self.engine.traffic.total()
+                sent = self.engine.traffic.sent().nbytes
                 row["eval_loss"] = held_out_loss(self.run)
-                row["eval_wire_bytes"] = self.engine.traffic.total() - sent
+                row["eval_wire_bytes"] = self.engine.traffic.sent().nbytes - sent
             self.report(row)
         if self.keeper is not None:
             self.keeper.after(step + 1, stopping, step + 1 == self.run.steps, self.skipped)

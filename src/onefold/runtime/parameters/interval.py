@@ -165,7 +165,6 @@ class IntervalSpec:
                 parts,
                 context,
                 flat.index,
-                move="state",
                 addresses=asked,
             ).wait()
         if self.box is None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from onefold.runtime.parts import (
     StateItem,
     from_first,
     master_items,
-    tell_all,
+    said_by_first,
     to_first,
 )
 from onefold.runtime.state.start import showing
@@ -196,16 +197,8 @@ def load_full_state_dict(
     engine.refuse_changes(_LOAD)
     engine.about_to_write()
     given: dict[str, torch.Tensor] = {}
-    verdict: Any = None
-    if engine.rank == 0:
-        try:
-            verdict = _take(engine, module, state_dict, strict, given)
-        except Exception as error:  # of the user's code, and complaints: every rank raises them
-            verdict = str(error)
-    told = tell_all(engine, f"{_LOAD}()", verdict)[0]
-    if isinstance(told, str):
-        raise ValueError(f"{_LOAD}: {told}")
-    missing, unexpected, incoming = told
+    take = partial(_take, engine, module, state_dict, strict, given)
+    missing, unexpected, incoming = said_by_first(engine, f"{_LOAD}()", take)
     parts, buffers = MasterParts(), persistent(module)
     with disable_torch_function(), torch.no_grad():
         for item in master_items(engine.entries):
