@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onefold.comm import OWNERS, STEP_MOVES
 from onefold.machine.flops import values_in
 from onefold.memory import nbytes_of
-from onefold.offload import in_backward
+from onefold.offload import stepper as offload_stepper
 from onefold.offload.nvme import stores_from
 from onefold.plan.modules import model_shape, module_of, quietly
 from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole
@@ -185,7 +185,7 @@ def nothing_real() -> Iterator[None]:
     """New tensors are fake, disks are nowhere, and steps in the backward pass run at once, inside the
     context.
     """
-    at_once = mock.patch.object(in_backward, "ThreadPoolExecutor", _AtOnce)
+    at_once = mock.patch.object(offload_stepper, "ThreadPoolExecutor", _AtOnce)
     with fake_tensors(), stores_from(Disk), at_once:
         yield
 
