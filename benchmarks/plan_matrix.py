@@ -30,7 +30,7 @@ import onefold
 from benchmarks import harness, launch, pages
 from onefold.models.build import checkpoint_activations, load_model
 from onefold.plan.account import Question
-from onefold.plan.activity import Activity
+from onefold.plan.activity import Activity, of_trace
 from onefold.plan.api import Beside, machine_here
 from onefold.plan.job import Job, Scheme
 from onefold.plan.modules import model_shape
@@ -81,7 +81,7 @@ def batch(samples: int, seed: int) -> dict[str, torch.Tensor]:
 @lru_cache(maxsize=64)
 def _activity(model: str, precision: str, checkpointing: str, samples: int) -> Activity:
     how: Any = {"checkpointing": checkpointing, "precision": precision, "device": "cpu"}
-    return Activity.from_trace(trace(build(model), batch(samples, 0), **how))
+    return of_trace(trace(build(model), batch(samples, 0), **how))
 
 
 def predicted(setting: Setting) -> list[float]:

@@ -66,7 +66,7 @@ PLACES = (
     Place(141, "h200", 1000, 16000, 12.0),
 )
 MODELS = (
-    "gpt2",
+    "gpt3-125m",
     "gpt3-1.3b",
     "llama-3.2-3b",
     "llama-3-8b",

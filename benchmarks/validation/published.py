@@ -11,9 +11,9 @@ from benchmarks.validation.closed_form import Work, step_times
 from benchmarks.validation.formulas import activations, compute, states, traffic
 from benchmarks.validation.systems import SYSTEMS, System, blocks_of
 from benchmarks.validation.tables import BILLION, GB, GIB, TERA, Row, Rows, ints, read, table
-from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.hardware import machine
-from onefold.plan.shapes import ARCHITECTURES, Transformer, architecture
+from onefold.plan.modules import architecture
+from onefold.plan.shapes import Transformer
 
 CONVENTIONS = states.CONVENTIONS
 Lines = Iterator[tuple[Any, ...]]
@@ -108,11 +108,11 @@ def fsdp_memory(rows: Rows) -> Lines:
     """Bytes allocated at peak: fp32 states over all ranks, two units gathered and one unit's
     gradients in 16 bits, a checkpoint a block, one block being recomputed, logits.
     """
-    dims = Transformer(96, 12_288, 96, 4 * 12_288, 50_000, 2048, fused_attention=False)
+    dims = Transformer(96, 12_288, 96, 4 * 12_288, 50_000, 2048)
     numel, unit = 175e9, 175e9 / 96
     for r in rows:
         gpus, batch = ints(r, "gpus", "batch_per_gpu")
-        kept = activations.total_bytes(dims, batch, recompute="full")
+        kept = activations.total_bytes(dims, batch)
         kept += activations.logits_bytes(dims, batch)
         held = states.model_states(numel, CONVENTIONS["fp32"], 3, gpus) + 2 * 2 * unit + 2 * unit
         what = f"{r['model']}, batch {batch}, {gpus} GPUs"
@@ -344,9 +344,11 @@ def fsdp(rows: Rows) -> Iterator[tuple[Any, ...]]:
 )
 def torchtitan(rows: Rows, paper: Rows) -> Iterator[tuple[Any, ...]]:
     """Llama 3.1 8B with FSDP and torch.compile."""
-    model, dims = architecture("llama-3-8b"), ARCHITECTURES["llama-3-8b"].dims
+    model = architecture("llama-3-8b")
+    dims = model.transformer
+    assert dims is not None
     tokens, key = 2 * 8192, "tokens_per_s_per_gpu"
-    flops = tokens * transformer_flops_per_token(model.active_numel, dims)
+    flops = tokens * model.flops_per_token(dims.seq)
 
     def on(gpus: int) -> Predict:
         return lambda system: (

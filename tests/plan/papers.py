@@ -10,7 +10,7 @@ from typing import Literal
 
 from benchmarks.validation.formulas.states import model_states
 
-from onefold.plan.formulas import Convention, Recompute, check_recompute
+from onefold.plan.job import CHECKPOINTING, Convention
 
 Streamed = Literal["params", "optimizer", "act_ckpt"]
 STREAMED: tuple[Streamed, ...] = ("params", "optimizer", "act_ckpt")
@@ -104,7 +104,7 @@ def korthikanti_layer(
     heads: int,
     tensor: int = 1,
     *,
-    recompute: Recompute = "none",
+    recompute: str = "none",
     sequence_parallel: bool = False,
     fused_attention: bool = False,
 ) -> float:
@@ -114,7 +114,7 @@ def korthikanti_layer(
     (neither keeps the scores), 2·s·b·h under full recompute; tensor parallelism divides 24 of the
     34, sequence parallelism all of them.
     """
-    check_recompute(recompute)
+    assert recompute in CHECKPOINTING
     sbh = seq * batch * hidden
     if recompute == "full":
         return 2 * sbh

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from onefold.plan.activity import Activity, assumed_dims
+from onefold.plan.activity import Activity, assumed_dims, of_dims
 from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import Job
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
@@ -83,4 +83,4 @@ def recipe_of(stage: int, precision: str, given: dict[str, Any]) -> Recipe | Non
 
 
 def activity(shape: ModelShape, job: Job, micro: int, checkpointing: str = "none") -> Activity:
-    return Activity.from_dims(shape, assumed_dims(shape, job.seq), micro, job.seq, 4, checkpointing)
+    return of_dims(shape, assumed_dims(shape, job.seq), micro, job.seq, 4, checkpointing)

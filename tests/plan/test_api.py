@@ -43,7 +43,7 @@ def test_the_recipe_of_a_plan_for_this_machine_shards_the_module() -> None:
         ({"stage": 4}, "expected 0, 1, 2 or 3"),
         ({"sequence": 3}, "does not know sequence"),
         ({"reduce_at": "later"}, "reduce_at='later'"),
-        ({"units": ["h"]}, "planned from its dimensions"),
+        ({"units": ["h"]}, "no module name and no module class"),
         ({"gpu": "h100"}, "Did you mean"),
         ({"gpu": None}, "gpu=None: expected a name such as h100-80"),
         ({"gpus": "8"}, "gpus='8': expected a whole number"),

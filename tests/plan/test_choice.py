@@ -14,13 +14,14 @@ from random_plans import GIB, activity, gpus
 
 from examples import examples
 from onefold.plan.account import Question
-from onefold.plan.activity import Activity, assumed_dims
+from onefold.plan.activity import assumed_dims, of_dims
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
+from onefold.plan.modules import architecture
 from onefold.plan.planner import plan
 from onefold.plan.reserve import COMMUNICATOR, CONTEXT
 from onefold.plan.search import deeper, ladder, largest_micro_batch, largest_model, recommend
-from onefold.plan.shapes import ModelShape, architecture, blocks_of
+from onefold.plan.shapes import ModelShape
 
 pytestmark = pytest.mark.one_in(3)
 
@@ -50,7 +51,7 @@ def test_behind_the_stages_every_candidate_is_slower_than_the_one_before(
     dims = shape.transformer
     asked = Question(
         shape,
-        lambda m, c: Activity.from_dims(shape, dims, m, job.seq, 2, c),
+        lambda m, c: of_dims(shape, dims, m, job.seq, 2, c),
         machine(ranks, 8, gpu),
         job,
     )
@@ -115,11 +116,11 @@ def test_the_largest_model_fits_and_one_block_more_does_not(stage: int, capacity
 
     def build(shape: ModelShape) -> Any:
         dims = assumed_dims(shape, job.seq)
-        return lambda m, c: Activity.from_dims(shape, dims, m, job.seq, 2, c)
+        return lambda m, c: of_dims(shape, dims, m, job.seq, 2, c)
 
     numel = largest_model(asked, Scheme(stage), build)
-    each = blocks_of(asked.model.units)[0].numel
-    blocks = (numel - (asked.model.numel - each * len(blocks_of(asked.model.units)))) // each
+    each = asked.model.blocks[0].numel
+    blocks = (numel - (asked.model.numel - each * len(asked.model.blocks))) // each
     assert deeper(asked.model, blocks).numel == numel
     for count, fits in ((blocks, True), (blocks + 1, False)):
         model = deeper(asked.model, count)

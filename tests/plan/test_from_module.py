@@ -72,9 +72,8 @@ def test_a_model_of_70_billion_parameters_is_read_and_traced_without_memory(tmp_
     assert (
         shape.transformer.layers,
         shape.transformer.kv_heads,
-        shape.transformer.gated,
         shape.transformer.tied,
-    ) == (80, 8, True, False)
+    ) == (80, 8, False)
     ids = torch.zeros(1, 8192, dtype=torch.long)
     said = trace(
         module,
@@ -111,11 +110,7 @@ def test_a_config_is_built_as_the_class_it_names_with_its_own_names_and_shapes(
             n: tuple(p.shape) for n, p in real.named_parameters()
         }
     assert shape.transformer is not None
-    assert (shape.transformer.experts, shape.transformer.active, shape.transformer.gated) == (
-        4,
-        2,
-        True,
-    )
+    assert (shape.transformer.experts, shape.transformer.active) == (4, 2)
     routed = sum(p.numel() for n, p in real.named_parameters() if ".experts." in n)
     assert shape.active_numel == shape.numel - routed // 2
 

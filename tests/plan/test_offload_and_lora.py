@@ -15,12 +15,13 @@ from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
 from onefold.offload.activations import NEAR
 from onefold.plan import api
 from onefold.plan.account import Question
-from onefold.plan.activity import Activity, on_host
+from onefold.plan.activity import of_dims, on_host
 from onefold.plan.hardware import machine
 from onefold.plan.job import PARTS, Job, Scheme
+from onefold.plan.modules import architecture
 from onefold.plan.planner import plan
 from onefold.plan.schema import MOMENTS, Account
-from onefold.plan.shapes import ModelShape, architecture
+from onefold.plan.shapes import ModelShape
 from onefold.recipe import Tier
 from zoo import TinyGPT
 
@@ -169,12 +170,11 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
 def test_activations_on_the_host_leave_the_device_what_runs_and_what_is_on_its_way() -> None:
     shape = architecture("llama-3-8b")
     assert shape.transformer is not None
-    whole = Activity.from_dims(shape, shape.transformer, 1, 2048, 2, "none", "llama")
+    whole = of_dims(shape, shape.transformer, 1, 2048, 2, "none")
     peaks = {
-        budget: max(s.peak for s in on_host(whole, budget, shared=False).activity.slots)
-        for budget in (1 << 32, 1 << 62)
+        budget: on_host(whole, budget, shared=False).activity.peak for budget in (1 << 32, 1 << 62)
     }
-    kept = max(s.peak for s in whole.slots)
+    kept = whole.peak
     assert kept - (1 << 32) <= peaks[1 << 32] <= kept - (1 << 32) + 2 * NEAR, (kept, peaks)
-    one = whole.saved // shape.transformer.layers
+    one = sum(row.kept for row in whole.rows) // shape.transformer.layers
     assert peaks[1 << 62] < kept / 2 and peaks[1 << 62] >= one

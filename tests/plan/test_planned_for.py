@@ -63,7 +63,7 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
     for kind, one in found.items():
         assert one.recommended is not None and one.recommended.scheme.stage == 1, kind
         assert one.activations == (
-            "from dimensions" if kind in ("number", "name") else "traced from the module"
+            "from dimensions" if kind == "number" else "traced from the module"
         )
         assert [c.scheme.stage for c in one.stages] == [0, 1, 2, 3]
     assert found["folder"].model.numel == found["file"].model.numel

@@ -4,7 +4,6 @@ the closed forms of the plan of meshes.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -13,17 +12,21 @@ import torch.distributed as dist
 
 import onefold
 from onefold.plan.degrees import Degrees
+from onefold.plan.modules import architecture, built, model_shape
 from onefold.plan.rank import stages_of
-from onefold.plan.shapes import Transformer, architecture, model_of
 from onefold.simulation.mesh import simulate_mesh
 from onefold.simulation.result import Simulation
 from ranks import run_ranks
 
 pytestmark = pytest.mark.one_in(3)
 
-DIMS = Transformer(4, 64, 8, 128, 512, 32, 4, gated=True, experts=4, active=2, tied=False)
-ROUTED = model_of("small mixtral", "mixtral", DIMS)
-PLAIN = model_of("small llama", "llama", dataclasses.replace(DIMS, experts=1, active=1, vocab=509))
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 4, "intermediate_size": 128,
+    "max_position_embeddings": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+EXPERTS = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+ROUTED = model_shape(built("small mixtral", {**SIZES, **EXPERTS, "vocab_size": 512}))
+PLAIN = model_shape(built("small llama", {**SIZES, "model_type": "llama", "vocab_size": 509}))
 MODELS = {"llama": PLAIN, "mixtral": ROUTED}
 
 

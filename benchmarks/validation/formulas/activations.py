@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from onefold.plan.formulas import Recompute, block_bytes
+from onefold.plan.activity import block_bytes
 from onefold.plan.shapes import Transformer
 
 
@@ -29,22 +29,11 @@ def logits_bytes(
     )
 
 
-def total_bytes(
-    dims: Transformer,
-    micro_batch: int,
-    seq: int = 0,
-    *,
-    element_bytes: int = 2,
-    recompute: Recompute = "none",
-    dropout: bool = False,
-) -> float:
-    """Bytes of every block and, under full recompute, of one more; logits are left out."""
-    layer = block_bytes(
-        dims, micro_batch, seq, element_bytes=element_bytes, recompute=recompute, dropout=dropout
-    )
-    again = (
-        block_bytes(dims, micro_batch, seq, element_bytes=element_bytes, dropout=dropout)
-        if recompute == "full"
-        else 0.0
-    )
-    return dims.layers * layer + again
+def total_bytes(dims: Transformer, micro_batch: int) -> float:
+    """Bytes of a checkpoint a block and of one block that is recomputed, in 16 bits, with attention that
+    keeps its scores and their softmax; logits are left out.
+    """
+    tokens = micro_batch * dims.seq
+    scores = tokens * dims.heads * (4 * dims.seq - 4)
+    checkpoints = 2 * checkpoint_elements(dims.layers, dims.hidden, micro_batch, dims.seq)
+    return checkpoints + block_bytes(dims, tokens, 2) + scores

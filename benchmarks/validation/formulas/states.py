@@ -1,13 +1,14 @@
 """Bytes of model states as papers print them: conventions, the largest model, checkpoints.
 
-`onefold.plan.formulas` says which kinds of state a stage divides. Source: Rajbhandari et al. 2020 (ZeRO), section 5 and Table 1.
+Source: Rajbhandari et al. 2020 (ZeRO), section 5 and Table 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from onefold.plan.formulas import Convention, states_by_kind
+from onefold.plan.job import Convention
+from onefold.recipe import PLACEMENTS_OF_STAGE, Placement
 
 #: The conventions in print for Adam, by their sum and by what they are.
 CONVENTIONS: Mapping[str, Convention] = {
@@ -30,8 +31,20 @@ USABLE = 0.8
 
 
 def model_states(numel: float, convention: Convention, stage: int, ranks: int) -> float:
-    """Bytes on one rank: (P + G + K)Ψ, each kind divided as the stage says (ZeRO section 5)."""
-    return sum(states_by_kind(numel, convention, stage, ranks).values())
+    """Bytes on one rank: (P + G + K)Ψ, each kind divided as the stage says (ZeRO section 5).
+
+    | stage | parameters | gradients | optimizer |
+    |-------|------------|-----------|-----------|
+    | 0     | 1          | 1         | 1         |
+    | 1     | 1          | 1         | 1/N       |
+    | 2     | 1          | 1/N       | 1/N       |
+    | 3     | 1/N        | 1/N       | 1/N       |
+    """
+    kinds = zip(vars(convention).values(), PLACEMENTS_OF_STAGE[stage], strict=True)
+    return sum(
+        numel * nbytes / (ranks if placement is Placement.SHARDED else 1)
+        for nbytes, placement in kinds
+    )
 
 
 def largest_model(

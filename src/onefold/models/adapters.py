@@ -8,7 +8,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.models.names import is_hub_name
+from onefold.plan.modules import adapted
 from onefold.pretrained.merged import Merging
 from onefold.wording import TrainError, did_you_mean
 
@@ -32,8 +32,6 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
     meta device, so are the adapters.
     Raises TrainError if the model has no layers for them.
     """
-    import peft
-
     assert config.lora is not None
     model: Any = loaded.module
     if not loaded.is_transformers:
@@ -44,22 +42,12 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
     if getattr(model, "peft_config", None):
         raise TrainError(f"--lora {config.lora}: {config.model} comes with adapters of its own.")
     targets = targets_of(config, model)
-    settings = peft.LoraConfig(
-        r=config.lora,
-        lora_alpha=config.lora_alpha if config.lora_alpha is not None else 2 * config.lora,
-        target_modules=targets if targets == ALL_LINEAR else list(targets),
-        fan_in_fan_out=any(type(module).__name__ == "Conv1D" for module in model.modules()),
-        task_type="CAUSAL_LM",
-    )
-    empty = any(p.is_meta for p in model.parameters())
     # The seed gives the same adapters on any number of ranks. Adapters on the meta device are
     # initialized in `onefold.shard`.
-    where = torch.device("meta" if empty else "cpu")
-    with torch.random.fork_rng(devices=[]), where, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # warnings about names that transformers will remove
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         try:
-            wrapped: Any = peft.get_peft_model(model, settings)
+            wrapped = adapted(model, config.lora, config.lora_alpha, targets)
         except ValueError as error:  # the architecture computes with these layers in its own way
             raise TrainError(
                 f"--lora {config.lora}: peft puts no adapters around these layers ({error})"
@@ -70,8 +58,8 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
         wrapped.peft_config["default"].base_model_name_or_path = os.path.abspath(config.model)
     elif is_hub_name(config.model):
         wrapped.peft_config["default"].base_model_name_or_path = config.model.partition("@")[0]
-    adapted: nn.Module = wrapped.train()
-    return adapted
+    module: nn.Module = wrapped
+    return module
 
 
 def refuse_unmergeable(model: nn.Module) -> None:
@@ -82,16 +70,16 @@ def refuse_unmergeable(model: nn.Module) -> None:
         raise TrainError(f"--merge: {error} Leave --merge out to train the adapters.") from error
 
 
-def targets_of(config: TrainConfig, model: nn.Module) -> str | tuple[str, ...]:
+def targets_of(config: TrainConfig, model: nn.Module) -> str | list[str]:
     """Return the layers of `--lora-targets`: ALL_LINEAR, or names of linear layers.
     Raises TrainError for a name that the model does not have.
     """
-    wanted = tuple(filter(None, (part.strip() for part in config.lora_targets.split(","))))
-    if wanted == (ALL_LINEAR,):
+    wanted = list(filter(None, (part.strip() for part in config.lora_targets.split(","))))
+    if wanted == [ALL_LINEAR]:
         return ALL_LINEAR
     there = {name for name, module in model.named_modules() if is_linear(module)}
     short = {name.rpartition(".")[2] for name in there}
-    for name in wanted or ("",):
+    for name in wanted or [""]:
         if not any(full == name or full.endswith("." + name) for full in there):
             raise TrainError(
                 f"--lora-targets {name!r}: {config.model} has no linear layer of that name."

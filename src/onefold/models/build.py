@@ -237,24 +237,20 @@ def _from_scratch(
 
 
 def model_shape(name: str, vocabulary: int) -> tuple[int, int]:
-    """Return (layers, width) of a built-in model: those of a named size, or the shape whose number
-    of parameters is nearest to the given one.
-
-    A block has about 12·width² parameters, the tied embedding vocabulary·width. Among shapes whose
-    relative error is at most 0.05 above the best, the one with a width nearest to 64 · layers is
-    chosen, as in published models.
+    """Return (layers, width) of a built-in model: those of a named size, or about 64 · layers wide,
+    as published models are, with about the given number of parameters: 12·width² a block, and
+    vocabulary·width of the tied embedding.
     """
     size = parse_size(name)
     if isinstance(size, str):
         return NAMED_SIZES[size]
-    miss = {
-        (layers, width): abs(12 * layers * width**2 + vocabulary * width - size) / size
-        for width in range(HEAD_WIDTH, 8193, HEAD_WIDTH)
-        for layers in range(1, 97)
-    }
-    best = min(miss.values())
-    near = [shape for shape in miss if miss[shape] <= best + 0.05]
-    return min(near, key=lambda shape: (abs(shape[1] / shape[0] - HEAD_WIDTH), miss[shape]))
+
+    def layers(width: int) -> float:
+        return max(0.0, size - vocabulary * width) / (12 * width**2)
+
+    widths = range(HEAD_WIDTH, 8193, HEAD_WIDTH)
+    width = min(widths, key=lambda width: abs(width / HEAD_WIDTH - layers(width)))
+    return max(1, round(layers(width))), width
 
 
 def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:

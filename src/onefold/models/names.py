@@ -46,18 +46,13 @@ def cached(name: str) -> Path | None:
         found = try_to_load_from_cache(repository, "config.json", revision=revision or None)
     except HFValidationError:
         return None
-    folder = Path(found).parent if isinstance(found, str) else None
-    return folder if folder is not None and _is_whole(folder) else None
-
-
-def _is_whole(folder: Path) -> bool:
-    if not (folder / "config.json").is_file():
-        return False
-    for name in _INDEXES:
-        index = _json_of(folder / name)
-        if files := set(index.get("weight_map", {}).values()):
-            return all((folder / file).is_file() for file in files)
-    return any((folder / file).is_file() for file in _WEIGHTS)
+    if not isinstance(found, str):
+        return None
+    folder = Path(found).parent
+    maps = [_json_of(folder / index).get("weight_map", {}) for index in _INDEXES]
+    files = next((set(one.values()) for one in maps if one), ())
+    whole = all if files else any
+    return folder if whole((folder / file).is_file() for file in files or _WEIGHTS) else None
 
 
 def check_hub(name: str) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from onefold.plan.modules import transformer_of
 from onefold.wording import TrainError
 
 #: The axes of the mesh that a model is sharded over. Ranks along `DATA` have different samples.
@@ -90,32 +91,14 @@ def _plans(model: Any, ranks: int, tp: int, ep: int) -> tuple[dict[str, str], di
             f"{asked}: {type(model).__name__} has no experts, or transformers no plan for them; leave"
             " --ep out."
         )
-    _refuse_uneven(model.config, tp, ep if has_experts else 0)
     experts = ep * tp if has_experts else 1
+    dims = transformer_of(model)
+    if dims is not None and dims.experts % experts:
+        by = " × ".join(f"--{n} {size}" for n, size in (("ep", ep), ("tp", tp)) if size > 1)
+        raise TrainError(
+            f"{by} does not divide {dims.experts} experts, which are divided among {experts} ranks:"
+            f" choose degrees whose product divides {dims.experts}."
+        )
     config = DistributedConfig(tp_size=tp, fsdp_size=ranks // tp, ep_size=experts)
     tp_plan, ep_plan, _ = resolve(config)
     return tp_plan, ep_plan
-
-
-def _refuse_uneven(config: Any, tp: int, ep: int) -> None:
-    """Raise TrainError if the heads do not divide among `tp` ranks, or the experts among ep × tp.
-    `ep`: 0 for a model without experts.
-    """
-    config = config.get_text_config()
-    for name, what in (
-        ("num_attention_heads", "heads"),
-        ("num_key_value_heads", "heads of keys and values"),
-    ):
-        count = getattr(config, name, None) or 1
-        if tp > 1 and count % tp:
-            raise TrainError(f"--tp {tp} does not divide {count} {what}: use a divisor of {count}.")
-    counts = (
-        getattr(config, n, None) for n in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
-    experts = next((count for count in counts if isinstance(count, int)), None)
-    if ep and experts is not None and experts % (ep * tp):
-        by = " × ".join(f"--{n} {size}" for n, size in (("ep", ep), ("tp", tp)) if size > 1)
-        raise TrainError(
-            f"{by} does not divide {experts} experts, which are divided among {ep * tp} ranks: choose"
-            f" degrees whose product divides {experts}."
-        )

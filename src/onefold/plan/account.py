@@ -42,11 +42,10 @@ from typing import Any
 from onefold.comm.communicators import communicators_of
 from onefold.device.copies import WINDOW
 from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
-from onefold.plan.activity import Activity, OnHost, flops_per_token, on_host
+from onefold.plan.activity import Activity, Moment, OnHost, divided, on_host
 from onefold.plan.degrees import AXES, Degrees, dims_of
-from onefold.plan.formulas import Convention
 from onefold.plan.hardware import Machine
-from onefold.plan.job import Job, Scheme
+from onefold.plan.job import Convention, Job, Scheme
 from onefold.plan.owned import Balance, owned_matrices, stepped_whole
 from onefold.plan.program import Program
 from onefold.plan.rank import Stage, divided_along, exchanges, holding, rule_of, stages_of, units_of
@@ -161,7 +160,6 @@ class Question:
     """Everything that a choice needs: the model, its activities, the machine and the job.
 
     Attributes:
-        code: with other axes than data, the family whose code runs (`formulas.CODES`).
         convention: bytes per parameter of the papers' count; None: the job's.
     """
 
@@ -169,7 +167,6 @@ class Question:
     activities: Activities
     machine: Machine
     job: Job
-    code: str = ""
     convention: Convention | None = None
     _told: dict[Scheme, Candidate] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -192,20 +189,13 @@ class Question:
 
     def activity(self, scheme: Scheme, stage: Stage) -> Activity:
         """Return what a rank of `stage` keeps and computes."""
-        degrees = scheme.degrees
+        degrees, job = scheme.degrees, self.job
+        whole = self.activities(scheme.micro_batch, scheme.checkpointing)
         if degrees.data_only:
-            return self.activities(scheme.micro_batch, scheme.checkpointing)
-        return Activity.from_dims(
-            stage,
-            dims_of(self.model),
-            scheme.micro_batch,
-            self.job.seq,
-            COMPUTE_DTYPES[self.job.computes].itemsize,
-            scheme.checkpointing,
-            self.code,
-            degrees,
-            self.micro_batches(scheme),
-        )
+            return whole
+        element, batches = COMPUTE_DTYPES[job.computes].itemsize, self.micro_batches(scheme)
+        given = scheme.micro_batch, job.seq, element, batches
+        return divided(whole, self.model, stage, degrees, *given)
 
 
 def on_nccl(machine: Machine) -> bool:
@@ -298,7 +288,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
     sums = _sums(program, machine)
     units = [u.plan for u in program.units]
     tokens = scheme.micro_batch * job.seq * accumulation * degrees.dp
-    model_flops = flops_per_token(model, model.transformer, job.seq) * tokens / machine.ranks
+    model_flops = model.flops_per_token(job.seq) * tokens / machine.ranks
     step = seconds.get("step", 0.0)
     account = Account(
         rest=filled(rest),
@@ -332,7 +322,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         usable=usable,
         accumulation=accumulation,
         states=papers_bytes(units, convention, recipe, scheme.stage),
-        activations=max((slot.peak for slot in kept.activity.slots), default=0),
+        activations=kept.activity.peak,
         notes=(*kept.activity.notes, *notes),
         shared=machine.shared,
         reserve=reserve,
@@ -369,20 +359,17 @@ def peak_of(
         highest: the engine's bytes while each unit runs (`Program.highest`).
         updating: temporary bytes of the update.
     """
-    slots: dict[tuple[str, str], tuple[int, int, int]] = {}
-    for s in activity.slots:
-        at = s.phase, s.unit
-        slots[at] = max(slots.get(at, (0, 0, 0)), (s.peak, s.logits, s.gradients))
+    moments = activity.moments()
     last: dict[str, Mapping[str, int]] = {}
     for (phase, _), held in highest.items():
         last[phase] = max(last.get(phase, held), held, key=lambda by: sum(by.values()))
     rows: list[dict[str, int]] = []
-    for at in {**highest, **slots}:
-        peak, logits, gradients = slots.get(at, (0, 0, 0))
+    for at in {**highest, **moments}:
+        found = moments.get(at, Moment())
         mine = {
-            ACTIVATIONS: peak - logits - gradients,
-            LOGITS: logits,
-            TEMPORARY: updating if at[0] == "step" else gradients,
+            ACTIVATIONS: found.nbytes - found.logits - found.gradients,
+            LOGITS: found.logits,
+            TEMPORARY: updating if at[0] == "step" else found.gradients,
             MOMENTS: states,
         }
         rows.append({**(highest.get(at) or last.get(at[0], {})), **mine})

@@ -1,13 +1,16 @@
-"""What a micro-batch keeps and computes, from a trace or from dimensions. Its slots correspond to
-the engine's.
+"""What a micro-batch keeps and computes, a row for each unit in the order of the forward pass: from a
+trace of the model's code, or from dimensions.
 
-    slot      forward 0   forward 1   ...   backward 1   backward 0
-    engine    ▒▒          ▒▒                ▒▒▒▒         ▒▒▒▒            plan/program.py
-    activity  ░           ░░          ░░░   ░░░          ░               here
+    row         (root)   block 0   block 1   (root)
+    kept        ▒        ▓         ▓         ▒          bytes that wait for the backward pass
+    forward     ░        ░         ░         ░          the highest moment of each pass, beyond what
+    backward    ░        ░         ░         ░          earlier rows keep
 
-Activations that are on the host between the forward and the backward pass leave the slots and come
+More blocks are more of the same rows, and a rank of a mesh has a part of each.
+
+Activations that are on the host between the forward and the backward pass leave the device and come
 back, as in offload/activations.py: of the storages that autograd saves the large ones
-(`Activity.movable`), the first saved first.
+(`UnitActivity.movable`), the first saved first.
 
     unit        0       1       2       loss    2       1       0
     kept        a       a b     a b c   a b c   a b c   a b     a
@@ -23,24 +26,48 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from onefold.offload.activations import NEAR, SLAB, SMALLEST
-from onefold.plan.degrees import ALONE, Degrees
-from onefold.plan.formulas import MicroBatchBytes, transformer_flops_per_token
-from onefold.plan.rank import Stage, local_numel, stages_of
-from onefold.plan.shapes import ModelShape, Parameter, Transformer, blocks_of
+from onefold.plan.degrees import Degrees, dims_of
+from onefold.plan.rank import Stage
+from onefold.plan.shapes import ModelShape, Transformer
 from onefold.tracing.trace import Trace
+from onefold.tracing.watch import Span
+
+
+@dataclass(frozen=True, order=True)
+class Moment:
+    """The highest moment of a unit in one pass. `logits` and `gradients` (that the engine has not
+    taken over yet) are parts of `nbytes`.
+    """
+
+    nbytes: int = 0
+    logits: int = 0
+    gradients: int = 0
+
+    def above(self, nbytes: int) -> Moment:
+        """Return the moment with other bytes below it."""
+        return replace(self, nbytes=max(self.nbytes + nbytes, self.logits + self.gradients))
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Bytes at the highest moment while one unit runs. `logits` and `gradients` (that the engine
-    has not taken over yet) are parts of `peak`.
+class UnitActivity:
+    """One row.
+
+    Attributes:
+        kept: bytes that its forward pass leaves, of which `logits` are logits.
+        forward, backward: beyond what earlier rows keep.
+        flops: of matrix products in the two passes, recomputation included.
+        movable: bytes of large saved tensors, which the host may hold until the backward pass.
+            largest: the bytes of the largest of them.
     """
 
     unit: str
-    phase: str
-    peak: int
+    kept: int = 0
+    forward: Moment = Moment()
+    backward: Moment = Moment()
+    flops: tuple[float, float] = (0.0, 0.0)
     logits: int = 0
-    gradients: int = 0
+    movable: int = 0
+    largest: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,222 +75,145 @@ class Activity:
     """One micro-batch.
 
     Attributes:
-        saved: bytes kept for the backward pass at its start, of which `logits` are logits.
-        passes: FLOPs of matrix products, recomputation included, by unit and phase.
-        kernels: what runs; None where only dimensions are known.
-        movable: bytes of large saved tensors by unit, which the host may hold until the backward
-            pass. largest: the bytes of the largest of them.
+        beside: bytes that other micro-batches keep meanwhile.
     """
 
-    slots: tuple[Slot, ...]
-    saved: int
-    logits: int
-    passes: Mapping[tuple[str, str], float]
-    source: str
+    rows: tuple[UnitActivity, ...]
     notes: tuple[str, ...] = ()
-    movable: Mapping[str, int] = field(default_factory=dict)
-    largest: Mapping[str, int] = field(default_factory=dict)
+    beside: int = 0
+
+    @property
+    def passes(self) -> Mapping[tuple[str, str], float]:
+        """FLOPs by unit and phase."""
+        out: Counter[tuple[str, str]] = Counter()
+        for row in self.rows:
+            for phase, flops in zip(("forward", "backward"), row.flops, strict=True):
+                out[row.unit, phase] += flops  # type: ignore[assignment]
+        return out
 
     @property
     def flops(self) -> float:
-        return sum(self.passes.values())
+        return sum(sum(row.flops) for row in self.rows)
 
-    @classmethod
-    def from_trace(cls, trace: Trace) -> Activity:
-        """Take over a trace of the real module, span by span."""
-        passes, movable, largest = Counter[tuple[str, str]](), Counter[str](), dict[str, int]()
-        for s in trace.spans:
-            passes[s.unit, s.phase] += s.flops
-            if s.movable:
-                movable[s.unit] += s.movable
-                largest[s.unit] = max(largest.get(s.unit, 0), s.largest)
-        return cls(
-            tuple(Slot(s.unit, s.phase, s.peak, s.logits, s.gradients) for s in trace.spans),
-            trace.saved,
-            trace.logits,
-            dict(passes),
-            source="traced",
-            notes=trace.notes,
-            movable=movable,
-            largest=largest,
-        )
+    def moments(self) -> dict[tuple[str, str], Moment]:
+        """Return all bytes at the highest moment of each (phase, unit)."""
+        out: dict[tuple[str, str], Moment] = {}
+        below = self.beside
+        for row in self.rows:
+            for phase, moment in (("forward", row.forward), ("backward", row.backward)):
+                found = moment.above(below)
+                out[phase, row.unit] = max(out.get((phase, row.unit), found), found)
+            below += row.kept
+        return out
 
-    @classmethod
-    def from_dims(
-        cls,
-        model: ModelShape | Stage,
-        dims: Transformer,
-        micro_batch: int,
-        seq: int,
-        element: int,
-        checkpointing: str,
-        code: str = "",
-        degrees: Degrees = ALONE,
-        micro_batches: int = 1,
-    ) -> Activity:
-        """Count from dimensions alone (`plan.formulas`), for models without code to trace: what a rank
-        keeps at its fullest of the micro-batches in flight, while one of them runs.
-
-        A block uses bytes beyond those that it keeps while it runs, and in the backward pass the
-        gradient of its largest parameter. The loss casts the logits to fp32 and keeps their
-        log-probabilities; in the backward pass the gradients of both are beside them: 12 bytes an
-        entry. The gradient of a head that is tied to the embedding waits for the embedding's.
-
-        Args:
-            model: a model, or what a stage of a pipeline has of it.
-            element: bytes of an element of the compute dtype.
-            code: the family whose code will run, one of `formulas.CODES`; "" counts fused kernels.
-            micro_batches: of a step.
-
-        Raises:
-            ValueError: a code that is not known.
-        """
-        stage = model if isinstance(model, Stage) else stages_of(model, degrees)[0]
-        local = local_dims(dims, degrees)
-        size = MicroBatchBytes(local, micro_batch, seq // degrees.cp, element, code)
-        kept = [keeps(i, checkpointing) for i in range(stage.blocks)]
-        blocks, parts = list(zip(stage.names, kept, strict=True)), len(stage.chunks)
-        largest = {
-            u.name: max((local_numel(p, degrees) for p in u.parameters), default=0) * element
-            for u in stage.units
-        }
-        chunk = sum(size.kept(whole) for whole in kept) / parts
-        alone = degrees.pp == 1 or (stage.last and degrees.chunks == 1)
-        crossing = 0 if alone else size.tokens * local.hidden * element
-        before = size.before if stage.first else 16 * size.tokens
-        flights = in_flight(degrees, stage.index, micro_batches)
-        others = (flights - 1) * (chunk + crossing + before / parts)
-        at = others + before + crossing
-        extra = _in_hand(dims, local, degrees, size.tokens, element)
-        shared = size.shared if stage.first and stage.last else 0
-        slots = []
-        for name, whole in blocks:
-            slots.append(Slot(name, "forward", round(at + size.whole + size.in_hand() + extra)))
-            at += size.kept(whole) / parts
-        if stage.last:
-            first, logits = size.first_logits, 3 * size.logits
-            slots.append(Slot("(root)", "forward", round(at + size.behind + first), first))
-            # The log-probabilities, their gradients and the gradients of the logits
-            slots.append(Slot("(root)", "backward", round(at + size.behind + logits), logits))
-        for name, whole in reversed(blocks):
-            again, beside = 0 if whole else size.whole, size.beside(largest[name])
-            own = min(largest[name], again + beside) + shared
-            peak = round(at + again + beside + shared + extra)
-            slots.append(Slot(name, "backward", peak, 0, round(own)))
-            at -= size.kept(whole) / parts
-        for unit in stage.units:
-            if unit.name not in stage.names and unit.parameters:
-                own = largest[unit.name] + shared
-                slots.append(Slot(unit.name, "backward", round(at + own), 0, own))
-        movable = {name: size.kept(whole) for name, whole in blocks}
-        wide = size.tokens * max(local.hidden, local.ffn) * element
-        # Smaller tensors are not moved to the host
-        large = size.tokens * local.hidden * element >= SMALLEST
-        last = size.logits if stage.last else 0
-        saved = others + before + parts * chunk + size.behind + last
-        of_large = {name: min(n, wide) for name, n in movable.items()}
-        return cls(
-            tuple(slots),
-            round(saved),
-            last,
-            _passes(stage, dims, degrees, micro_batch * seq / degrees.cp, seq, kept),
-            "formula",
-            movable=movable | {"(root)": last} if large else {},
-            largest=of_large | {"(root)": last} if large else {},
-        )
+    @property
+    def peak(self) -> int:
+        return max((moment.nbytes for moment in self.moments().values()), default=0)
 
 
-def local_dims(dims: Transformer, degrees: Degrees) -> Transformer:
-    """Return the widths of a block on one rank. With sequence parallelism what lies between its
-    layers is divided too: that is counted as a narrower block.
+# -- from the code ---------------------------------------------------------------------------------
+
+
+def of_trace(trace: Trace) -> Activity:
+    """Return the rows of a trace of the real module: one for each run of a unit in the forward pass."""
+    forward = [s for s in trace.spans if s.phase == "forward"]
+    behind: list[list[Span]] = [[] for _ in forward]
+    at = len(forward) - 1
+    for span in trace.spans[len(forward) :]:
+        # It belongs to the last run of its unit that has not been passed
+        alike = [i for i, s in enumerate(forward) if s.unit == span.unit]
+        at = max((i for i in alike if i <= at), default=alike[0])
+        behind[at].append(span)
+    rows, below = [], 0
+    for span, later in zip(forward, behind, strict=True):
+        first, *others = (Moment(s.peak - below, s.logits, s.gradients) for s in (span, *later))
+        flops = float(span.flops), float(sum(s.flops for s in later))
+        large = span.kept_logits, span.movable, span.largest
+        backward = max(others, default=Moment())
+        rows.append(UnitActivity(span.unit, span.saved, first, backward, flops, *large))
+        below += span.saved
+    return Activity(tuple(rows), trace.notes)
+
+
+# -- from dimensions -------------------------------------------------------------------------------
+
+
+def of_dims(
+    model: ModelShape,
+    dims: Transformer,
+    micro_batch: int,
+    seq: int,
+    element: int,
+    checkpointing: str,
+) -> Activity:
+    """Count with fused kernels, as papers do (`block_bytes`), where there is no code to trace.
+
+    A block uses (f + h)·e bytes a token beyond those that it keeps while it runs, and in the backward
+    pass the gradient of its largest parameter. The loss casts the logits to fp32 and keeps their
+    log-probabilities; in the backward pass the gradients of both are beside them: 12 bytes an entry.
+    The gradient of a head that is tied to the embedding waits for the embedding's.
+
+    Args:
+        element: bytes of an element of the compute dtype.
     """
-    t = degrees.tp
-    if t == 1:
-        return dims
-    between = t if degrees.sequence_divided else 1
-    whole = dims.experts > 1 and not degrees.expert_tp and not degrees.sequence_divided
-    return replace(
-        dims,
-        hidden=-(-dims.hidden // between),
-        heads=dims.heads // t,
-        kv_heads=(dims.kv_heads or dims.heads) // t,
-        head_dim=dims.head,
-        ffn=dims.ffn if whole else dims.ffn // t,
-        vocab=-(-dims.vocab // t),
+    tokens = micro_batch * seq
+    # With the statistics of two norms
+    whole = block_bytes(dims, tokens, element) + 4 * tokens * element
+    in_hand = tokens * (dims.ffn + dims.hidden) * element
+    wide, entries = tokens * dims.hidden * element, tokens * dims.vocab
+    shared = dims.vocab * dims.hidden * element if dims.tied else 0
+    moves = wide >= SMALLEST  # smaller tensors are not moved to the host
+    rows = [UnitActivity("(root)", kept=16 * tokens)]  # token ids and labels
+    for index, unit in enumerate(model.blocks):
+        stays = keeps(index, checkpointing)
+        kept, again = (whole, 0) if stays else (wide, whole)
+        own = max(p.numel for p in unit.parameters) * element + shared
+        flops = tokens * 2.0 * (unit.numel + 2 * dims.q * seq)
+        # torch ends a recomputed block when backward has everything: before the last product
+        twice = 0.0 if stays else max(0.0, flops - tokens * 2.0 * dims.ffn * dims.hidden)
+        backward = Moment(kept + again + in_hand + own, 0, own)
+        largest = min(kept, tokens * max(dims.hidden, dims.ffn) * element)
+        large = (0, kept, largest) if moves else ()
+        rows.append(
+            UnitActivity(
+                unit.name,
+                kept,
+                Moment(whole + in_hand),
+                backward,
+                (flops, 2 * flops + twice),
+                *large,
+            )
+        )
+    behind, logits = tokens * 16 + 2 * wide, 4 * entries
+    first = 2 * logits + (entries * element if element < 4 else 0)  # the model's own in 16 bits
+    forward, backward = Moment(behind + first, first), Moment(behind + 3 * logits, 3 * logits)
+    moved = logits if moves else 0
+    rows.append(
+        UnitActivity("(root)", behind + logits, forward, backward, (0.0, 0.0), logits, moved, moved)
     )
+    return Activity(tuple(rows))
 
 
-def _in_hand(
-    dims: Transformer, local: Transformer, degrees: Degrees, tokens: int, element: int
-) -> float:
-    """Bytes that a block uses while it runs only because of the axes: its whole input under sequence
-    parallelism, keys and values of a whole sample, tokens on their way to and from experts.
+def block_bytes(dims: Transformer, tokens: int, element: int) -> int:
+    """Return the bytes that one block of `dims` keeps for its backward pass, with fused kernels. With
+    GPT's dimensions in 16 bits they are the 34·s·b·h of Korthikanti et al. 2022 without masks of
+    dropout.
+
+    Elements of a token, with width h and the feed-forward f:
+
+    - the inputs of two norms, 2h, and of the projections, h;
+    - queries, keys and values, 3h, and the input of the output projection, h;
+    - the feed-forward's input, h, and its hidden values, 2f: input and output of the activation.
+
+    Other code keeps more: in bf16 transformers' Llama 1.23 times as much (its norms keep an fp32 copy
+    and the normalized values), its GPT-2 1.82 times (its GELU is a chain of kernels). Trace the code
+    where there is some.
+
+    Args:
+        element: bytes of an element of the compute dtype.
     """
-    out = tokens * (dims.hidden - local.hidden) * element if degrees.sequence_divided else 0.0
-    out += tokens * (degrees.cp - 1) * (local.k + local.v) * element
-    return out + (tokens * dims.active * local.hidden * element if degrees.ep > 1 else 0)
-
-
-def in_flight(degrees: Degrees, index: int, micro_batches: int) -> int:
-    """Return how many forward passes of a chunk stage `index` holds at most, before their backward
-    passes: of interleaved stages Korthikanti et al. 2022, section 4.2.3.
-    """
-    p, v = degrees.pp, degrees.chunks
-    if degrees.schedule == "gpipe":
-        return micro_batches
-    held = p - index if v == 1 else 2 * (p - index - 1) + (v - 1) * p + 1
-    return min(held, micro_batches * v)
-
-
-def _passes(
-    stage: Stage, dims: Transformer, degrees: Degrees, tokens: float, seq: int, kept: Sequence[bool]
-) -> dict[tuple[str, str], float]:
-    """Return a rank's FLOPs in one micro-batch, by unit and phase.
-
-    torch ends a recomputed block as soon as it has everything that backward needs: before the last
-    product of a block, except where a router weighs the result of that product.
-    """
-    out: dict[tuple[str, str], float] = {}
-    recomputed = {name for name, whole in zip(stage.names, kept, strict=True) if not whole}
-    last = 2 * dims.ffn * dims.hidden if dims.experts <= 1 else 0
-    share = dims.active / dims.experts
-    for unit in stage.units:
-        used = [
-            (p.numel * (share if p.routed else 1), p.trainable)
-            for p in unit.parameters
-            if not unit.looks_up_only and (not p.looked_up or _is_head(p, stage, dims))
-        ]
-        forward = 2 * sum(n for n, _ in used)
-        if unit.name in stage.names:
-            forward += 2 * (dims.q + dims.out) * seq
-        backward = 2 * forward - 2 * sum(n for n, trained in used if not trained)
-        backward += max(0.0, forward - last) if unit.name in recomputed else 0
-        out[unit.name, "forward"] = forward * tokens / degrees.tp
-        out[unit.name, "backward"] = backward * tokens / degrees.tp
-    return out
-
-
-def _is_head(p: Parameter, stage: Stage, dims: Transformer) -> bool:
-    """Whether an embedding's matrix is the head of this stage too."""
-    return dims.tied and stage.last and (not stage.tied or p.name.startswith("tied."))
-
-
-def flops_per_token(model: ModelShape, dims: Transformer | None, seq: int) -> float:
-    """Return the model FLOPs of forward and backward. Frozen parameters have no gradients: 4 each
-    instead of 6.
-    """
-    return transformer_flops_per_token(model.active_numel, dims, seq) - 2 * frozen_active(model)
-
-
-def frozen_active(model: ModelShape) -> int:
-    """Count the frozen parameters that a token passes: of experts, only the chosen share."""
-    if model.trainable == model.numel:
-        return 0
-    dims = model.transformer
-    share = dims.active / dims.experts if dims and dims.experts > 1 else 1.0
-    trained = (p for u in model.units for p in u.parameters if p.trainable)
-    passed = sum(p.numel * (share if p.routed else 1.0) for p in trained)
-    return max(0, model.active_numel - round(passed))
+    elements = 8 * dims.hidden + 2 * dims.ffn
+    return tokens * (elements * element + 4 * dims.heads)  # the log-sum-exp of each row, fp32
 
 
 def keeps(index: int, checkpointing: str) -> bool:
@@ -277,9 +227,104 @@ def assumed_dims(model: ModelShape, seq: int) -> Transformer:
     """Return the dimensions of a decoder with this many parameters, 12·L·h²: heads of 128, and a
     feed-forward four times as wide.
     """
-    layers = max(len(blocks_of(model.units)), 1)
+    layers = max(len(model.blocks), 1)
     hidden = max(64, round(math.sqrt(model.numel / (12 * layers)) / 64) * 64)
     return Transformer(layers, hidden, max(1, hidden // 128), 4 * hidden, 50_304, seq)
+
+
+# -- other blocks, and a part of each --------------------------------------------------------------
+
+
+def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -> Activity:
+    """Return the activity with the blocks `names` instead of `blocks`: further ones are as the last
+    two in turn, since checkpointing may alternate.
+    """
+    rows, count = activity.rows, len(blocks)
+    starts = [next(i for i, row in enumerate(rows) if row.unit == name) for name in blocks]
+    end = 1 + max(i for i, row in enumerate(rows) if _inside(row.unit, blocks[-1]))
+    ends, out = [*starts[1:], end], list(rows[: starts[0]])
+    for i, name in enumerate(names):
+        like = i if i < count else max(0, count - 1 - (i - count + 1) % 2)
+        for row in rows[starts[like] : ends[like]]:
+            inside = _inside(row.unit, blocks[like])
+            out.append(replace(row, unit=name + row.unit[len(blocks[like]) :]) if inside else row)
+    return replace(activity, rows=(*out, *rows[end:]))
+
+
+def _inside(unit: str, block: str) -> bool:
+    return unit == block or unit.startswith(f"{block}.")
+
+
+def divided(
+    activity: Activity,
+    model: ModelShape,
+    stage: Stage,
+    degrees: Degrees,
+    micro_batch: int,
+    seq: int,
+    element: int,
+    micro_batches: int,
+) -> Activity:
+    """Return what a rank of a mesh keeps and computes, at its fullest of the micro-batches in flight,
+    while one of them runs.
+
+    Without sequence parallelism tensors as wide as the model stay whole: of a block inputs of norms
+    and of projections (Korthikanti et al. 2022, section 4.2), and the fp32 copies of norms. While it
+    runs, a block uses more because of the axes: its whole input under sequence parallelism, keys and
+    values of a whole sample, tokens on their way to and from experts.
+
+    Args:
+        element: bytes of an element of the compute dtype.
+    """
+    dims, t, cp = dims_of(model), degrees.tp, degrees.cp
+    tokens, between = micro_batch * seq // cp, t if degrees.sequence_divided else 1
+    wide = 0 if degrees.sequence_divided else tokens * dims.hidden * (4 * element + 8)
+    handed = tokens * dims.hidden // between * element
+    extra = tokens * dims.hidden * element - handed
+    extra += tokens * (cp - 1) * (dims.k + dims.v) // t * element
+    extra += handed * dims.active if degrees.ep > 1 else 0
+    experts = degrees.ep * (t if degrees.expert_tp else 1)  # a gradient in hand is one of a matrix
+
+    def part(nbytes: int) -> int:
+        mine = nbytes / cp
+        return round(min(mine, wide) + max(0.0, mine - wide) / t)
+
+    def moment(whole: Moment, inside: bool) -> Moment:
+        logits = round(whole.logits / cp / t)
+        gradients = round(whole.gradients / (experts if inside and dims.experts > 1 else t))
+        rest = part(whole.nbytes - whole.logits - whole.gradients) + (extra if inside else 0)
+        return Moment(rest + logits + gradients, logits, gradients)
+
+    parts, rows, ahead, begun = len(stage.chunks), [], 0, False
+    for row in activity.rows:
+        unit = model.block_of[row.unit]
+        begun = begun or bool(unit)
+        if unit not in stage.names if unit else not (stage.last if begun else stage.first):
+            continue
+        logits = round(row.logits / cp / t)
+        kept = part(row.kept - row.logits) // (parts if unit else 1) + logits
+        ahead += kept if unit or not begun else 0
+        forward, backward = (moment(m, bool(unit)) for m in (row.forward, row.backward))
+        flops = (row.flops[0] / cp / t, row.flops[1] / cp / t)
+        rows.append(UnitActivity(row.unit, kept, forward, backward, flops, logits))
+    # What earlier stages hand over; the rows of the first stage have it
+    handed = 0 if stage.first and parts == 1 else handed
+    beside = (in_flight(degrees, stage.index, micro_batches) - 1) * (ahead + handed) + handed
+    return Activity(tuple(rows), activity.notes, beside=beside)
+
+
+def in_flight(degrees: Degrees, index: int, micro_batches: int) -> int:
+    """Return how many forward passes of a chunk stage `index` holds at most, before their backward
+    passes: of interleaved stages Korthikanti et al. 2022, section 4.2.3.
+    """
+    p, v = degrees.pp, degrees.chunks
+    if degrees.schedule == "gpipe":
+        return micro_batches
+    held = p - index if v == 1 else 2 * (p - index - 1) + (v - 1) * p + 1
+    return min(held, micro_batches * v)
+
+
+# -- on the host -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -304,143 +349,18 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
         shared: the device is a CPU: copies to the host finish at once.
     """
     near = down = min(NEAR, budget // 8)
-    order = _in_order(activity.slots)
-    gone: dict[str, int] = {}
-    for unit in order:
-        gone[unit] = min(activity.movable.get(unit, 0), budget - sum(gone.values()))
-    total = sum(gone.values())
-    slots, seen = [], dict.fromkeys(order, 0)
-    last = {slot.unit: i for i, slot in enumerate(activity.slots) if slot.phase == "forward"}
-    for i, slot in enumerate(activity.slots):
-        if slot.phase == "forward":  # saved by other units so far
-            saved = sum(seen.values())
-            seen[slot.unit] = gone[slot.unit] if i == last[slot.unit] else 0
-            # Copies in flight hold `near` bytes, or twice the largest of them
-            large = min(activity.largest.get(slot.unit, 0), gone[slot.unit])
-            down = max(down, min(2 * large, down + large))
-            waits = 0 if shared else down
-        else:  # saved before this unit; what later units saved has been read
-            if slot.unit in order:
-                del order[order.index(slot.unit) :]
-            saved = sum(gone[unit] for unit in order)
-            # What is fetched ahead: `near` bytes, or one copy
-            waits = max([near, *(activity.largest.get(unit, 0) for unit in order[-1:])])
-        left = slot.peak - saved + min(waits, saved)
-        slots.append(replace(slot, peak=max(left, slot.logits + slot.gradients)))
-    slabs = min(budget, -(-total // SLAB) * SLAB)
-    return OnHost(replace(activity, slots=tuple(slots)), gone, slabs)
-
-
-def _in_order(slots: Sequence[Slot]) -> list[str]:
-    """Return the units in the order in which their forward passes end. A unit that runs again (a
-    root with the loss) is where it runs last.
-    """
-    order = list(dict.fromkeys(s.unit for s in reversed(slots) if s.phase == "forward"))
-    return order[::-1]
-
-
-def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -> Activity:
-    """Return `activity` with the blocks `names` instead of `blocks`. With as many blocks only names
-    change.
-
-        traced      ▁ ▂ ▃ ▄ █ ▄ ▃ ▂ ▁            each further block adds a step on both sides, and lifts
-        two more    ▁ ▂ ▃ ▄ ▅ ▆ █ ▆ ▅ ▄ ▃ ▂ ▁    everything between its two passes by what it keeps
-
-    A block keeps half of the difference between the peaks of the last block and of the one two
-    before it (two, since checkpointing may alternate). With fewer than three blocks there is no
-    such difference, and the saved bytes are divided among the blocks.
-    """
-    if len(blocks) == len(names):
-        movable, largest = (
-            {_renamed(unit, blocks, names): nbytes for unit, nbytes in of.items()}
-            for of in (activity.movable, activity.largest)
-        )
-        return replace(
-            activity,
-            slots=tuple(replace(s, unit=_renamed(s.unit, blocks, names)) for s in activity.slots),
-            movable=movable,
-            largest=largest,
-            passes={
-                (_renamed(unit, blocks, names), phase): n
-                for (unit, phase), n in activity.passes.items()
-            },
-        )
-    index = {name: i for i, name in enumerate(blocks)}
-    each = _each(activity, index)
-    more = round((len(names) - len(blocks)) * each)
-    runs = _runs(activity.slots, index)
-    out: list[Slot] = []
-    lift = 0
-    done: set[str] = set()
-    for block, slots in runs:
-        if block is None:
-            out += [_lifted(s, lift) for s in slots]
-            continue
-        phase = slots[0].phase
-        forward = phase == "forward"
-        first, last = (0, len(blocks) - 1) if forward else (len(blocks) - 1, 0)
-        if block == first and phase not in done:
-            done.add(phase)
-            order = range(len(names)) if forward else reversed(range(len(names)))
-            for i in order:
-                source = _like(i, len(blocks))
-                step = round((i - source) * each)
-                out += [_lifted(replace(s, unit=names[i]), step) for s in _of(runs, source, phase)]
-        if block == last:
-            lift = more if forward else 0
-    movable, largest = (
-        {unit: nbytes for unit, nbytes in of.items() if unit not in index}
-        | {name: of.get(blocks[_like(i, len(blocks))], 0) for i, name in enumerate(names)}
-        for of in (activity.movable, activity.largest)
-    )
-    saved = activity.saved + more
-    passes = {(unit, phase): n for (unit, phase), n in activity.passes.items() if unit not in index}
-    for i, name in enumerate(names):
-        like = blocks[_like(i, len(blocks))]
-        passes |= {(name, p): activity.passes.get((like, p), 0) for p in ("forward", "backward")}
-    return replace(
-        activity, slots=tuple(out), saved=saved, passes=passes, movable=movable, largest=largest
-    )
-
-
-def _renamed(unit: str, blocks: Sequence[str], names: Sequence[str]) -> str:
-    return names[blocks.index(unit)] if unit in blocks else unit
-
-
-def _like(i: int, count: int) -> int:
-    """Return the block whose slots block `i` takes: itself, or one of the last two, of the same
-    parity.
-    """
-    return i if i < count else max(0, count - 1 - (i - (count - 1)) % 2) if count > 1 else 0
-
-
-def _lifted(slot: Slot, by: int) -> Slot:
-    return replace(slot, peak=max(slot.peak + by, slot.logits + slot.gradients)) if by else slot
-
-
-def _runs(slots: Sequence[Slot], index: dict[str, int]) -> list[tuple[int | None, list[Slot]]]:
-    """Return the runs of successive slots of one block in one phase; None stands for no block."""
-    runs: list[tuple[int | None, list[Slot]]] = []
-    for slot in slots:
-        block = index.get(slot.unit)
-        if runs and runs[-1][0] == block and runs[-1][1][-1].phase == slot.phase:
-            runs[-1][1].append(slot)
-        else:
-            runs.append((block, [slot]))
-    return runs
-
-
-def _of(runs: Sequence[tuple[int | None, list[Slot]]], block: int, phase: str) -> list[Slot]:
-    return [s for at, slots in runs if at == block and slots[0].phase == phase for s in slots]
-
-
-def _each(activity: Activity, index: dict[str, int]) -> float:
-    """Return the bytes that one block keeps for the backward pass."""
-    peaks: dict[int, int] = {}
-    for s in activity.slots:
-        if s.phase == "forward" and s.unit in index:
-            peaks[index[s.unit]] = max(peaks.get(index[s.unit], 0), s.peak)
-    last = len(index) - 1
-    if last >= 2 and {last, last - 2} <= set(peaks):
-        return max(0.0, (peaks[last] - peaks[last - 2]) / 2)
-    return max(0, activity.saved - activity.logits) / max(len(index), 1)
+    gone, moved, rows = 0, Counter[str](), []
+    ahead = near
+    for row in activity.rows:
+        leaves = min(row.movable, budget - gone)
+        # Copies in flight hold `near` bytes, or twice the largest of them
+        large = min(row.largest, leaves)
+        down = max(down, min(2 * large, down + large))
+        waits = min(gone, 0 if shared else down), min(gone, ahead)
+        passes = row.forward, row.backward
+        forward, backward = (m.above(w) for m, w in zip(passes, waits, strict=True))
+        rows.append(replace(row, kept=row.kept - leaves, forward=forward, backward=backward))
+        gone, moved[row.unit] = gone + leaves, moved[row.unit] + leaves
+        ahead = max(near, row.largest)  # what is fetched ahead: `near` bytes, or one copy
+    slabs = min(budget, -(-gone // SLAB) * SLAB)
+    return OnHost(replace(activity, rows=tuple(rows)), moved, slabs)

@@ -21,9 +21,8 @@ from onefold.machine.calibration import Calibration
 from onefold.memory import free_host_memory
 from onefold.plan import hardware
 from onefold.plan.account import Candidate
-from onefold.plan.formulas import Convention
 from onefold.plan.hardware import Gpu, Machine
-from onefold.plan.job import Job
+from onefold.plan.job import Convention, Job
 from onefold.plan.planner import Plan
 from onefold.plan.planner import plan as _plan
 from onefold.plan.shapes import ModelShape

@@ -123,7 +123,7 @@ class Degrees:
         """Return the holders of a parameter that is divided along `divided`, as the runtime finds
         them.
         """
-        return _holders(tuple(self.sizes.values()), divided)
+        return _holders(self, divided)
 
     def holding(self, divided: tuple[str, ...]) -> int:
         """Return how many ranks hold each part of such a parameter: `holders(divided).size`, without
@@ -152,8 +152,8 @@ ALONE = Degrees()
 
 
 @lru_cache(maxsize=64)
-def _holders(sizes: tuple[int, ...], divided: tuple[str, ...]) -> Holders:
-    return Mesh(AXES, sizes, DATA).holders(divided)
+def _holders(degrees: Degrees, divided: tuple[str, ...]) -> Holders:
+    return Mesh(AXES, tuple(degrees.sizes.values()), DATA).holders(divided)
 
 
 def divisors(number: int) -> list[int]:

@@ -26,7 +26,6 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from onefold.plan.degrees import ALONE, Degrees
-from onefold.plan.formulas import RECOMPUTE, Convention
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.core import NODES, OPTIONS
 from onefold.recipe.moments import bytes_an_element
@@ -91,7 +90,7 @@ OFFLOAD: Mapping[str, Way] = {
     ),
     "nvme": Way("states on NVMe", _DISK | {"offload_param": "nvme"}),
 }
-CHECKPOINTING = RECOMPUTE
+CHECKPOINTING = ("none", "selective", "full")
 #: The shares of the optimizer that may leave where a part is enough.
 PARTS = (0.25, 0.5, 0.75, 1.0)
 #: Options of a recipe that a job may set; stage and dtypes have fields of their own.
@@ -114,6 +113,21 @@ def as_options(stage: int, options: Mapping[str, Any]) -> str:
     for name, value in options.items():
         words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
     return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Convention:
+    """Bytes per parameter of each kind of state. `optimizer` is ZeRO's K: it includes fp32 master
+    weights.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""A model's own code: built on the meta device, where parameters have shapes and no memory, and
-read as a `ModelShape`.
+"""A model's own code by its name, folder or factory: built on the meta device, where parameters have
+shapes and no memory, and read as a `ModelShape`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import inspect
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from onefold.plan.architectures import known, nearest
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.reading import read_json
 from onefold.runtime.units import Found, find_units, keeps_dtype
@@ -41,8 +44,8 @@ def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
     """Build the model that `source` names on the meta device, which allocates nothing.
 
     Args:
-        source: a folder with a config.json, the config.json itself, or `package.module:factory`
-            (called without arguments).
+        source: the name of a public architecture, a folder with a config.json, the config.json
+            itself, or `package.module:factory` (called without arguments).
         as_it_is: a config's model keeps the dtype that the config names. Otherwise it is fp32, and
             the recipe decides the dtypes.
 
@@ -50,7 +53,14 @@ def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
         ValueError: `source` names nothing, or what it names makes no module; the message says what
             was looked for.
     """
-    path = Path(source)
+    path, text = Path(source), str(source)
+    if not text or source == Path():
+        raise ValueError(
+            "the model's name is empty: expected a name such as llama-3-8b, a folder, config.json"
+            " or package.module:factory."
+        )
+    if (row := known(source)) is not None:
+        return built(text, {"model_type": row.model_type, **row.config}, as_it_is)
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ValueError(
@@ -63,22 +73,33 @@ def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
                 f"{source}: expected a config.json, its folder, or package.module:factory."
             )
         return _from_config(path, as_it_is)
-    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", str(source)):
-        return _from_factory(str(source))
+    if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
+        return _from_factory(text)
+    # "organization/model" is a name on Hugging Face's hub
+    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text):
+        hub = f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it."
+    elif re.fullmatch(r"[^:/\\]+", text) and path.suffix != ".json":
+        hub = ""
+    else:
+        raise ValueError(
+            f"{source}: there is no such folder or file, and it is not package.module:factory."
+            " Nothing is downloaded."
+        )
     raise ValueError(
-        f"{source}: there is no such folder or file, and it is not package.module:factory. Nothing"
-        " is downloaded."
+        f"{nearest(text)} Or give a folder with a config.json, package.module:factory, or"
+        f" --params.{hub}"
     )
 
 
+@cache
+def architecture(name: str) -> ModelShape:
+    """Return a public architecture as a plan sees it. Raises ValueError: no such name, with the
+    nearest ones.
+    """
+    return model_shape(module_of(name), name=name)
+
+
 def _from_config(path: Path, as_it_is: bool) -> nn.Module:
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        raise ValueError(
-            f"{path}: reading a Hugging Face config needs transformers: pip install"
-            " 'onefold[train]'."
-        ) from None
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
@@ -89,26 +110,40 @@ def _from_config(path: Path, as_it_is: bool) -> nn.Module:
             ' "model_type": "llama".'
         )
     _check_sizes(path, values)
+    return built(str(path), values, as_it_is)
+
+
+def built(source: str, values: Mapping[str, Any], as_it_is: bool = False) -> nn.Module:
+    """Build the model of transformers whose config has these values. Raises ValueError in words about
+    `source`.
+    """
+    try:
+        import transformers
+    except ModuleNotFoundError:
+        raise ValueError(
+            f"{source}: a model's code comes from transformers, which is not installed: pip install"
+            " 'onefold[train]'."
+        ) from None
     kind = values["model_type"]
-    known = transformers.models.auto.configuration_auto.CONFIG_MAPPING
-    if kind not in known:
-        near = difflib.get_close_matches(kind, list(known.keys()), 3)
+    configs = transformers.models.auto.configuration_auto.CONFIG_MAPPING
+    if kind not in configs:
+        near = difflib.get_close_matches(kind, list(configs.keys()), 3)
         hint = (
             f"Did you mean {' or '.join(near)}?"
             if near
             else "Code of a model's own is not run; name it as package.module:factory."
         )
         raise ValueError(
-            f"{path}: transformers {transformers.__version__} has no model_type {kind!r}. {hint}"
+            f"{source}: transformers {transformers.__version__} has no model_type {kind!r}. {hint}"
         )
     try:
-        config = transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+        config = configs[kind].from_dict(dict(values))
         return build(class_for(config), config, as_it_is)
     except ValueError:
         raise
     except Exception as error:  # a config's values may break anything in the model's own code
         raise ValueError(
-            f"{path}: transformers could not build this model: {type(error).__name__}:"
+            f"{source}: transformers could not build this model: {type(error).__name__}:"
             f" {' '.join(str(error).split())[:300]}"
         ) from error
 
@@ -145,10 +180,8 @@ def class_for(config: Any) -> Any:
 
 def build(kind: Any, config: Any, as_it_is: bool = False) -> nn.Module:
     """Build a model of class `kind` on the meta device; `as_it_is` as in `module_of`."""
-    with quietly(), torch.device("meta"), _without_init():
+    with quietly(), torch.device("meta"):
         module = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
-    if hasattr(module, "tie_weights"):
-        module.tie_weights()  # skipping the initialization skips this too
     if not as_it_is and module.dtype not in (torch.float32, torch.float64):
         module = module.float()
     return module.train()
@@ -214,21 +247,35 @@ def factory_of(source: str) -> Callable[[], Any]:
     return factory
 
 
-@contextmanager
-def _without_init() -> Iterator[None]:
-    """Keep transformers from initializing a new model: on the meta device there is nothing to
-    initialize.
+def adapted(
+    module: nn.Module,
+    rank: int,
+    alpha: int | None = None,
+    targets: str | list[str] = "all-linear",
+) -> Any:
+    """Freeze a module of transformers in place and return it with peft's adapters of this rank on its
+    linear layers: "all-linear", all but the head, or those of these names.
+
+    Raises:
+        ValueError: peft is not installed, or has no adapters for these layers.
     """
-    # The module's name in version 5, and in earlier ones
-    for home in ("transformers.initialization", "transformers.modeling_utils"):
-        try:
-            skip = getattr(importlib.import_module(home), "no_init_weights", None)
-        except ModuleNotFoundError:
-            continue
-        if skip is not None:
-            break
-    with skip() if skip is not None else nullcontext():
-        yield
+    try:
+        import peft
+    except ModuleNotFoundError:
+        raise ValueError(
+            "peft is not installed, which adapters need: pip install 'onefold[train]'."
+        ) from None
+    settings = peft.LoraConfig(
+        r=rank,
+        lora_alpha=alpha if alpha is not None else 2 * rank,
+        target_modules=targets,
+        fan_in_fan_out=any(type(m).__name__ == "Conv1D" for m in module.modules()),
+        task_type="CAUSAL_LM",
+    )
+    empty = any(p.is_meta for p in module.parameters())
+    with torch.device("meta" if empty else "cpu"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about names that transformers will remove
+        return peft.get_peft_model(module, settings).train()
 
 
 @contextmanager
@@ -282,12 +329,7 @@ def model_shape(
         )
         for spec in find_units(module, units)
     )
-    return ModelShape(
-        name or type(module).__name__,
-        shapes,
-        transformer_of(module, seq),
-        _active_numel(module, shapes),
-    )
+    return ModelShape(name or type(module).__name__, shapes, transformer_of(module, seq))
 
 
 def _parameter(found: Found) -> Parameter:
@@ -326,10 +368,11 @@ def transformer_of(module: nn.Module, seq: int = 0) -> Transformer | None:
     vocabulary = _first(config, ("vocab_size",))
     if not (layers and hidden and heads and vocabulary):
         return None
-    experts, latent = _first(config, _EXPERTS) or 1, _latent(config)
-    head_dim = latent.pop("head_dim", 0) or _first(config, ("head_dim",)) or hidden // heads
+    experts = _first(config, _EXPERTS) or 1
+    # Heads of latent attention (DeepSeek-V2, section 2.1) have a part that is rotated
+    latent = sum(_first(config, (name,)) for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
+    head_dim = latent or _first(config, ("head_dim",)) or hidden // heads
     own_ffn = _first(config, ("moe_intermediate_size",)) if experts > 1 else 0
-    names = {n.rpartition(".")[2] for n, _ in (*module.named_modules(), *module.named_parameters())}
     tied = len({id(p) for p in _ends(module)}) < 2
     return Transformer(
         layers=layers,
@@ -340,31 +383,11 @@ def transformer_of(module: nn.Module, seq: int = 0) -> Transformer | None:
         seq=seq or _first(config, _LENGTH) or 1024,
         kv_heads=_first(config, ("num_key_value_heads",)) or heads,
         head_dim=head_dim,
-        gated=bool(names & {"gate_proj", "gate_up_proj"}),
         experts=experts,
         active=_first(config, _ACTIVE) or 1,
         tied=tied,
-        fused_attention=getattr(config, "_attn_implementation", "sdpa") != "eager",
-        shared=_first(config, ("n_shared_experts",)) or 0,
-        dense_layers=(_first(config, ("first_k_dense_replace",)) or 0) if experts > 1 else 0,
-        dense_ffn=(_first(config, _FFN) or 0) if experts > 1 else 0,
-        **latent,
+        value_dim=_first(config, ("v_head_dim",)),
     )
-
-
-def _latent(config: Any) -> dict[str, int]:
-    """Return the widths of latent attention that a config names; {} without it."""
-    rank = _first(config, ("kv_lora_rank",))
-    if not rank:
-        return {}
-    rotated = _first(config, ("qk_rope_head_dim",)) or 0
-    return {
-        "q_rank": _first(config, ("q_lora_rank",)) or 0,
-        "kv_rank": rank,
-        "rope": rotated,
-        "value_dim": _first(config, ("v_head_dim",)) or 0,
-        "head_dim": rotated + (_first(config, ("qk_nope_head_dim",)) or 0),
-    }
 
 
 def _ends(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -373,14 +396,3 @@ def _ends(module: nn.Module) -> Iterator[nn.Parameter]:
         end = getattr(module, get, lambda: None)()
         if end is not None and getattr(end, "weight", None) is not None:
             yield end.weight
-
-
-def _active_numel(module: nn.Module, units: Sequence[UnitShape]) -> int:
-    """Count the parameters that one token passes: of the routed experts only the chosen ones."""
-    config = _config_of(module)
-    experts, active = _first(config, _EXPERTS), _first(config, _ACTIVE)
-    total = sum(u.numel for u in units)
-    if not experts or not active or active >= experts:
-        return total
-    routed = sum(p.numel for u in units for p in u.parameters if p.routed)
-    return total - routed + round(routed * active / experts)

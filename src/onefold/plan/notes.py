@@ -90,8 +90,8 @@ def assumptions_of(question: Question, shown: Candidate) -> Iterator[str]:
     degrees, dims = shown.scheme.degrees, question.model.transformer
     if not degrees.data_only:
         yield (
-            "on a mesh activations are counted from dimensions, as fused kernels keep them; what"
-            " layers send along tp, cp and ep is not hidden"
+            "on a mesh a rank has its share of each block's activations; what layers send along tp, cp"
+            " and ep is not hidden"
         )
         if dims is not None and dims.tied and degrees.pp > 1:
             yield (

@@ -22,12 +22,11 @@ from torch import nn
 
 from onefold.plan import search
 from onefold.plan.account import Candidate, Question, on_nccl
-from onefold.plan.formulas import CODES, Convention
 from onefold.plan.hardware import Machine
-from onefold.plan.job import SOMEWHERE, Job
+from onefold.plan.job import SOMEWHERE, Convention, Job
 from onefold.plan.notes import assumptions_of, notes_of
 from onefold.plan.search import SlowLinks
-from onefold.plan.shapes import ModelShape, find, known
+from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import subject_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
@@ -206,9 +205,7 @@ def plan(
     job, shape = subject.job, subject.shape
     if not subject.repeats and not job.checkpointing:
         job = replace(job, checkpointing="none")  # there is no block to recompute
-    family = find(str(model)).family if isinstance(model, str) and known(model) else ""
-    code = family if family in CODES else ""
-    question = Question(shape, subject.activities, machine, job, code, convention)
+    question = Question(shape, subject.activities, machine, job, convention)
     if axes is not None:
         rows, searched = search.meshes_of(question, axes, options, stages)
         best = min((c for c in rows if c.fits), key=search.in_order, default=None)
@@ -219,7 +216,7 @@ def plan(
             job=job,
             stages=tuple(rows),
             recommended=best,
-            activations="from dimensions",
+            activations=subject.source,
             why_not="" if best else search.no_mesh_fits(question, rows, searched),
             assumptions=(*_assumptions(question, shown), *subject.notes)
             if shown

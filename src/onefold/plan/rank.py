@@ -41,7 +41,7 @@ from onefold.comm.communicators import flat_over, inner_of, nodes_of
 from onefold.layout import LOW, ShardSpec, Tiers, Topology
 from onefold.layout.holders import AxisCut, region_of
 from onefold.plan.degrees import Degrees, dims_of
-from onefold.plan.shapes import ModelShape, Parameter, UnitShape, blocks_of
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
 from onefold.runtime.units import offloaded_units
@@ -171,7 +171,7 @@ def stages_of(model: ModelShape, degrees: Degrees) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=64)
 def _stages(model: ModelShape, pp: int, chunks: int) -> tuple[Stage, ...]:
-    blocks = blocks_of(model.units)
+    blocks = list(model.blocks)
     names = {b.name for b in blocks}
     if pp == 1:
         return (Stage(0, model.units, (tuple(b.name for b in blocks),), True, True),)

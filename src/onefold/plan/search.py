@@ -53,7 +53,7 @@ from onefold.plan.job import (
     as_recipe,
 )
 from onefold.plan.rank import Stage, divided_along, local_numel, stages_of
-from onefold.plan.shapes import ModelShape, blocks_of
+from onefold.plan.shapes import ModelShape
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import readable
 
@@ -213,7 +213,7 @@ def largest_model(
     Args:
         build: the activations of a model of another depth.
     """
-    blocks = len(blocks_of(question.model.units))
+    blocks = len(question.model.blocks)
 
     @lru_cache(maxsize=64)
     def at(count: int) -> Candidate:
@@ -234,7 +234,7 @@ def deeper(model: ModelShape, blocks: int) -> ModelShape:
     """Return the model with `blocks` copies of its first block, or of its last if the first has no
     experts and the last has; everything else stays.
     """
-    found = blocks_of(model.units)
+    found = model.blocks
     routed = [any(p.routed for p in block.parameters) for block in found]
     copied = len(found) - 1 if routed[-1] and not routed[0] else 0
     one = found[copied]
@@ -253,9 +253,7 @@ def deeper(model: ModelShape, blocks: int) -> ModelShape:
     )
     units = (*before, *copies, *behind)
     dims = replace(model.transformer, layers=blocks) if model.transformer else None
-    passed_by = (model.numel - model.active_numel) * blocks // (sum(routed) or len(found))
-    active = sum(u.numel for u in units) - passed_by
-    return ModelShape(f"{model.name} with {blocks} blocks", units, dims, active)
+    return ModelShape(f"{model.name} with {blocks} blocks", units, dims)
 
 
 # -- slow links ------------------------------------------------------------------------------------
@@ -452,7 +450,7 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
     for stage in unlike(stages_of(question.model, degrees)):
         activity = question.activity(scheme, stage)
         seconds = max(seconds, pass_seconds(question, activity))
-        held: float = max(slot.peak for slot in activity.slots)
+        held: float = activity.peak
         for divided, numel in _held(stage, degrees).items():
             ranks = degrees.holding(divided)
             held += numel * kinds.parameters / (ranks if scheme.stage == 3 else 1)

@@ -61,7 +61,7 @@ from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGIN
 from onefold.offload.step import AHEAD, BEHIND
 from onefold.offload.stepper import WAITING
 from onefold.offload.transfers import BEHIND as WRITES
-from onefold.plan.formulas import Convention
+from onefold.plan.job import Convention
 from onefold.plan.rank import UnitPlan
 from onefold.recipe import PLACEMENTS_OF_STAGE, Placement, Recipe, Tier
 from onefold.recipe.moments import FORMATS

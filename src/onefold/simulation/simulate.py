@@ -34,12 +34,13 @@ from onefold.machine.flops import values_in
 from onefold.memory import nbytes_of
 from onefold.offload import stepper as offload_stepper
 from onefold.offload.nvme import stores_from
+from onefold.plan.architectures import known
 from onefold.plan.modules import model_shape, module_of, quietly
 from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole
 from onefold.plan.program import Program
 from onefold.plan.rank import UnitPlan, units_of
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
-from onefold.plan.shapes import ModelShape, architecture, known
+from onefold.plan.shapes import ModelShape
 from onefold.plan.states import at_rest
 from onefold.plan.subject import tokens
 from onefold.recipe import Recipe
@@ -48,7 +49,7 @@ from onefold.recipe.rows import FLAT
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.simulation.refusals import check
 from onefold.simulation.result import Simulation, events_of
-from onefold.simulation.stand_in import Disk, code_of, stand_in
+from onefold.simulation.stand_in import Disk, stand_in
 from onefold.tracing.blocks import Checkpointing, recompute
 from onefold.tracing.calling import backward, call, loss_of
 from onefold.tracing.fake import Integers, fake_batch, fake_tensors, twin_of
@@ -124,7 +125,7 @@ def simulate(
     )  # fmt: skip
 
 
-_MODULE, _CODE, STAND_IN = "the module", "transformers' code", "a stand-in of the same parameters"
+_MODULE, STAND_IN = "the module", "a stand-in of the same parameters"
 
 
 def predicted_by(
@@ -150,13 +151,9 @@ def _subject(
     model: Any, recipe: Recipe
 ) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:
     """Return the module to run, its shape, its units, and the source of its code."""
-    if isinstance(model, str | Path) and known(str(model)):
-        code = code_of(str(model)) if recipe.units is None else None
-        if code is not None:
-            name = architecture(str(model)).name
-            return code, dataclasses.replace(model_shape(code, None), name=name), None, _CODE
-        model = architecture(str(model))
+    name = ""
     if isinstance(model, str | Path):
+        name = row.name if (row := known(model)) else ""
         model = module_of(model, as_it_is=recipe.parameters.dtype is None)
     if isinstance(model, ModelShape):
         module, names = stand_in(model)
@@ -166,7 +163,7 @@ def _subject(
             f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
             " folder or a ModelShape."
         )
-    return model, model_shape(model, recipe.units), recipe.units, _MODULE
+    return model, model_shape(model, recipe.units, name=name), recipe.units, _MODULE
 
 
 def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -> Any:

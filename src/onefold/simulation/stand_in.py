@@ -1,5 +1,4 @@
-"""Make a module for a shape: the real code of a public architecture if transformers has it
-(`code_of`), else a stand-in with the same parameters (`stand_in`).
+"""Make a stand-in for a shape: a module with the same parameters.
 
     ModelShape   (root) | embed | layer 0 | layer 1 | head
     stand-in     one module per unit, in this order, under the same path; parameters in their order
@@ -11,15 +10,13 @@ stand-in itself computes nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.offload.nvme import PAGE, Region, Transfer
-from onefold.plan.modules import build, class_for, model_shape
-from onefold.plan.shapes import ModelShape, Transformer, UnitShape, architecture, find
+from onefold.plan.shapes import ModelShape, UnitShape
 
 
 class _Read(torch.autograd.Function):
@@ -138,66 +135,3 @@ class _Region(Region):
 
     def _memory(self, op: str, start: int, tensor: torch.Tensor) -> int:
         return -(-tensor.nbytes // PAGE) * PAGE
-
-
-# -- real code -------------------------------------------------------------------------------------
-
-
-def code_of(name: str) -> nn.Module | None:
-    """Build the public architecture `name` from transformers' code, on the meta device.
-    None if transformers is not installed, or its model has other parameters than the architecture.
-
-    Raises:
-        ValueError: no architecture has that name.
-    """
-    row = find(name)
-    try:
-        import transformers
-    except ModuleNotFoundError:
-        return None
-    config = _config(transformers, row.family, row.dims)
-    module: nn.Module = build(class_for(config), config)
-
-    def sizes(shape: ModelShape) -> list[tuple[str, list[tuple[int, ...]]]]:
-        return [(u.name, [p.shape for p in u.parameters]) for u in shape.units]
-
-    return module if sizes(model_shape(module)) == sizes(architecture(name)) else None
-
-
-_DECODER = {
-    "hidden_size": "hidden",
-    "num_hidden_layers": "layers",
-    "num_attention_heads": "heads",
-    "num_key_value_heads": "kv_heads",
-    "intermediate_size": "ffn",
-    "max_position_embeddings": "seq",
-    "head_dim": "head",
-}
-_GPT = {
-    "n_embd": "hidden",
-    "n_layer": "layers",
-    "n_head": "heads",
-    "n_inner": "ffn",
-    "n_positions": "seq",
-}
-#: {family: (transformers' config class, {its argument: field of `Transformer`})}
-_CONFIGS: dict[str, tuple[str, dict[str, str]]] = {
-    "gpt": ("GPT2Config", _GPT),
-    "gpt2": ("GPT2Config", _GPT),
-    "llama": ("LlamaConfig", _DECODER),
-    "mixtral": (
-        "MixtralConfig",
-        {**_DECODER, "num_local_experts": "experts", "num_experts_per_tok": "active"},
-    ),
-    "bloom": ("BloomConfig", {"hidden_size": "hidden", "n_layer": "layers", "n_head": "heads"}),
-}
-
-
-def _config(transformers: Any, family: str, dims: Transformer) -> Any:
-    kind, names = _CONFIGS[family]
-    dims = replace(dims, kv_heads=dims.kv_heads or dims.heads)
-    return getattr(transformers, kind)(
-        vocab_size=dims.vocab,
-        tie_word_embeddings=dims.tied,
-        **{theirs: getattr(dims, ours) for theirs, ours in names.items()},
-    )

@@ -63,7 +63,8 @@ def _attention(
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """torch's scaled_dot_product_attention, by the fused CUDA kernels.
-    query (batch, heads, length, width); key, value (batch, their heads, other length, width).
+    query (batch, heads, length, width); key, value (batch, their heads, other length, width), where
+    values may have another width (latent attention).
     """
     width = query.shape[-1]
     low = query.dtype in (torch.float16, torch.bfloat16)
@@ -71,13 +72,13 @@ def _attention(
         query.dim() != 4
         or not (low or query.dtype is torch.float32)
         or width % 8
-        or value.shape[-1] != width
+        or value.shape[-1] % 8
     ):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     scale = 1 / math.sqrt(width) if scale is None else scale
-    if low and attn_mask is None and width <= FLASH_WIDEST:
+    if low and attn_mask is None and width == value.shape[-1] <= FLASH_WIDEST:
         return _aten._scaled_dot_product_flash_attention(
             query, key, value, dropout_p, is_causal, False, scale=scale
         )[0]

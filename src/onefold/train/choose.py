@@ -20,7 +20,6 @@ from torch import nn
 from onefold.memory import free_host_memory
 from onefold.plan.account import Candidate
 from onefold.plan.api import USABLE, Beside, plan_here
-from onefold.plan.formulas import transformer_flops_per_token
 from onefold.plan.job import Job
 from onefold.plan.modules import model_shape
 from onefold.plan.planner import Plan
@@ -161,7 +160,7 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
         needed,
         chosen.usable,
         account,
-        transformer_flops_per_token(found.model.active_numel, found.model.transformer, job.seq),
+        found.model.flops_per_token(job.seq),
         machine.peak(job.precision or "fp32") if machine.is_timed else None,
         (*notes, *found.assumptions),
     )
@@ -174,7 +173,7 @@ _SIZES = tuple(2**n for n in range(8))
 def _on_mesh(model: nn.Module, asked: Asked) -> Choice:
     """Choose by the account of the mesh. Raises ValueError: it is not possible for the model."""
     job, stages = asked.job, tuple(asked.stages())
-    notes = ["on a mesh activations are counted from dimensions, as fused kernels keep them"]
+    notes: list[str] = []
     if PLANNED[job.optimizer].update == WHOLE:
         counted = PLANNED[job.optimizer].rest or "sgd-momentum"
         notes.append(f"on a mesh states of {job.optimizer} are counted as {counted} has them")
@@ -213,7 +212,7 @@ def _on_mesh(model: nn.Module, asked: Asked) -> Choice:
         reason = f"stage {stage}, the lowest that fits on {degrees}: its peak takes {peak}"
     if asked.says(TIERS, NODES):
         notes.append("on a mesh the plan does not count groups, codecs and state off the device")
-    flops = transformer_flops_per_token(shape.active_numel, shape.transformer, job.seq)
+    flops = shape.flops_per_token(job.seq)
     return Choice(
         stage, micro_batch, reason, needed, chosen.usable, flops_per_token=flops, notes=tuple(notes), mesh=chosen,
     )  # fmt: skip
