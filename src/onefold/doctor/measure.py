@@ -135,17 +135,20 @@ class Bench:
 
     def steps(self, rates: dict[str, float], memory: float, link: float) -> tuple[float, float]:
         """Train blocks of torch's own. Return what passes reach of the rate of large products, and
-        the share of the moves' seconds that a step at stage 3 takes longer than its parts.
+        the share of the moves' seconds that a step at stage 3 takes longer than its parts. In other
+        precisions passes reach another share: their `rates` become those with which it is the same.
         """
         self.say("training steps")
         w, t, device = self.sizes.width, self.sizes.tokens, self.ranks.device
-        precision: Precision = "bf16" if device.type == "cuda" and "bf16" in rates else "fp32"
+        first: Precision = "bf16" if device.type == "cuda" and "bf16" in rates else "fp32"
         x = torch.randn(1, t, w, device=device)
         # PaLM (2022), appendix B: 6 for each of the 12·h² parameters of a layer and token, 12·h·s for attention
         flops = BLOCKS * (6 * 12 * w * w * t + 12 * w * t * t)
         numel = BLOCKS * 12 * w * w
 
-        def training(stage: int) -> tuple[Any, Callable[[], None], Callable[[], None]]:
+        def training(
+            stage: int, precision: Any
+        ) -> tuple[Any, Callable[[], None], Callable[[], None]]:
             layers = [
                 nn.TransformerEncoderLayer(w, max(1, w // 64), 4 * w, 0.0, batch_first=True, norm_first=True)
                 for _ in range(BLOCKS)
@@ -164,10 +167,14 @@ class Bench:
 
             return model, passes, step
 
-        model, passes, _ = training(0)
-        with onefold.no_sync(model):
-            computing = self.seconds(passes)
-        model, _, step = training(3)
+        computing = {}
+        for precision in rates:
+            model, passes, _ = training(0, precision)
+            with onefold.no_sync(model):
+                computing[precision] = self.seconds(passes)
+        reached = flops / computing[first] / rates[first]
+        rates |= {precision: flops / seconds / reached for precision, seconds in computing.items()}
+        model, _, step = training(3, first)
         step()
         engine = onefold.engine_of(model)
         before = engine.traffic.sent().nbytes
@@ -175,9 +182,9 @@ class Bench:
         moving = (engine.traffic.sent().nbytes - before) / link
         # AdamW reads parameter, gradient and two moments, and writes all but the gradient
         update = 28 * numel / self.ranks.world_size / memory
-        beyond = self.seconds(step) - computing - update
+        beyond = self.seconds(step) - computing[first] - update
         share = min(1.0, max(0.0, beyond / moving)) if moving else 0.0
-        return flops / computing / rates[precision], share
+        return reached, share
 
 
 def measure(ranks: Ranks, sizes: Sizes, say: Callable[[str], object]) -> dict[str, Any]:
