@@ -92,7 +92,8 @@ def test_a_machine_file_adds_a_gpu(tmp_path: Path) -> None:
         "[gpu.mine]\ncapacity = 48e9\nmemory_bandwidth = 1e12\nbf16 ="
         " 150e12\n[link.ours]\nbandwidth = 50e9\n"
     )
-    found = said("gpt2", "--gpu", "mine", "--link", "ours", "--machines", str(file), "--gpus", "16")
+    given = ("--gpu", "mine", "--link", "ours", "--machines", str(file), "--gpus", "16")
+    found = said("gpt2", "--seq", "1024", *given)
     assert found["machine"]["gpu"] == "mine" and found["machine"]["bytes"] == 48e9
 
 
