@@ -119,8 +119,8 @@ def _of_shape(shape: ModelShape, job: Job) -> Subject:
     if job.units is not None or job.lora_rank:
         asked = f"units={list(job.units)!r}" if job.units is not None else "LoRA"
         raise ValueError(
-            f"{asked} takes modules by name, and {shape.name} is planned from its size: leave it out, or"
-            " give a name such as llama-3-8b."
+            f"{asked} takes modules by name, and {shape.name} is planned from its size, without its real shapes:"
+            " leave it out, or give a name such as llama-3-8b."
         )
 
     def activities_of(shape: ModelShape) -> Activities:
