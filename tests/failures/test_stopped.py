@@ -70,13 +70,13 @@ def train(place: Path, moment: str, chosen: bool) -> None:
             while not (place / "stopped").exists():
                 time.sleep(0.02)
 
-    meet, write, read = saving.meet, tensorfile._write, tensorfile.TensorFile.read
+    meet, write, read = saving.meet, tensorfile._put, tensorfile.TensorFile.read
 
     def meet_and_stop(*given: Any) -> None:
         meet(*given)
         comes("first save")
 
-    def write_badly(file: int, data: memoryview) -> None:
+    def write_badly(file: Any, data: bytes | memoryview) -> None:
         comes("save")
         if chosen and moment == "disk hangs":
             (place / "stopped").write_text(str(os.getpid()))
@@ -96,7 +96,7 @@ def train(place: Path, moment: str, chosen: bool) -> None:
     model(features_of(1, 4, 7)).square().mean().backward()
     saving.meet = meet_and_stop
     onefold.save(place / "one", model=model)
-    tensorfile._write = write_badly
+    tensorfile._put = write_badly
     start = time.monotonic()
     onefold.save(place / "two", model=model)
     assert moment != "disk is slow" or time.monotonic() - start > 1.5 * STALL_TIMEOUT

@@ -97,6 +97,8 @@ class Given(dict[str, Any]):
             "contextlib": lambda: contextlib,
             "model": self.model,
             "MyModel": lambda: Model,
+            "module": lambda: onefold.shard(Model(), onefold.Recipe.zero(3)),
+            "optimizer": lambda: torch.optim.AdamW(self["module"].parameters()),
             "config": SimpleNamespace,
             "recipe": lambda: onefold.Recipe.zero(3),
             "state": lambda: Model().state_dict(),

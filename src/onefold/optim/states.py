@@ -356,8 +356,10 @@ def follow(engine: Engine) -> None:
     """Make the states this rank's parts of optimizers that were met before, and step parameters of a
     model that is sharded now (after onefold.unshard).
     """
+    own = {id(entry.param) for entry in engine.entries}
     for optimizer, known in list(met.items()):
-        if known.hook is not None and engine in Outline(optimizer).engines:
+        stepped = (p for group in optimizer.param_groups for p in group["params"])
+        if known.hook is not None and any(id(p) in own for p in stepped):
             with disable_torch_function():
                 _take_over(optimizer)
 
