@@ -17,8 +17,8 @@ from reference import adamw, built, train
 from zoo import TinyMLP
 
 MIB = 1 << 20
-#: What the file's manifest, threads and messages between the ranks take, MiB.
-SPARE = 6.0
+#: What one chunk of a million elements, the manifest, threads and messages between the ranks take, MiB.
+SPARE = 10.0
 
 
 def wide() -> TinyMLP:
