@@ -66,8 +66,8 @@ from torch.nn.functional import pad
 from onefold.quant.compiled import compiled
 
 #: Elements processed at a time. On a CPU a slab and its scratch fit the second-level cache; a device
-#: needs larger slabs to be busy. A call uses at most SCRATCH_BYTES for each element of a slab.
-CPU_SLAB, DEVICE_SLAB, SCRATCH_BYTES = 1 << 18, 1 << 22, 24
+#: needs larger slabs, since each call costs the host some 100 microseconds. A call uses at most SCRATCH_BYTES for each element of a slab.
+CPU_SLAB, DEVICE_SLAB, SCRATCH_BYTES = 1 << 18, 1 << 24, 24
 SMALLEST_SCALE, LARGEST_MAGNITUDE = 2.0**-125, torch.finfo(torch.bfloat16).max
 #: Added to a number below 2**22 in magnitude, it leaves the nearest integer (ties to even) in the low
 #: bits of the sum: one pass instead of rounding and converting.
@@ -100,9 +100,7 @@ class Codec(ABC):
         into[:, payload.shape[1] : _even(payload.shape[1])] = 0
         tables = self._tables(source.device)
         for floats, numbers, magnitudes in self._slabs(source, payload, kept.view(torch.int16)):
-            packed, largest = _encode(self, floats, *tables)
-            numbers.copy_(packed)
-            magnitudes.copy_(largest)
+            _encode(self, floats, numbers, magnitudes, *tables)
 
     @torch.no_grad()
     def decode(self, encoded: torch.Tensor, into: torch.Tensor, add: bool = False) -> None:
@@ -187,9 +185,13 @@ def _even(nbytes: int) -> int:
 
 @compiled
 def _encode(
-    by: Codec, floats: torch.Tensor, *tables: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the payload and the largest magnitudes, the bits of bf16, of blocks of `floats`."""
+    by: Codec,
+    floats: torch.Tensor,
+    payload: torch.Tensor,
+    kept: torch.Tensor,
+    *tables: torch.Tensor,
+) -> None:
+    """Write the payload and the largest magnitudes, the bits of bf16, of blocks of `floats`."""
     numbers = floats.abs().float()  # reused below: new memory costs a CPU as much as the arithmetic
     largest = numbers.amax(-1)
     finite = largest < torch.inf
@@ -198,7 +200,8 @@ def _encode(
     raw = raw.masked_fill(~finite, torch.nan)
     torch.mul(floats.float(), by._scales(raw).reciprocal()[..., None], out=numbers)
     # Not by torch's conversion to bf16, which gives more than one NaN
-    return by._pack(numbers, *tables).mul_(finite[..., None]), raw.view(torch.int32) >> 16
+    payload.copy_(by._pack(numbers, *tables).mul_(finite[..., None]))
+    kept.copy_(raw.view(torch.int32) >> 16)
 
 
 @compiled
