@@ -44,10 +44,7 @@ def test_a_70_billion_model_on_64_gpus_is_answered() -> None:
         account.wire_bytes, rel=1e-6
     )
     assert account.seconds["step"] > account.seconds["compute"] > 0 and 0 < (account.mfu or 0) < 1
-    assert (
-        found["largest_model"]["3"] > found["model"]["parameters"]
-        and found["largest_micro_batch"]["3"] >= 1
-    )
+    assert found["largest_micro_batch"]["3"] >= 1
 
 
 def test_tables_say_what_the_json_says() -> None:
@@ -55,7 +52,7 @@ def test_tables_say_what_the_json_says() -> None:
     assert result.exit_code == 0, result.output
     for words in (
         "gpt2: 124M parameters", "4 × NVIDIA H100", "at rest", "at peak", "sent in a step", "a step takes", "tokens/s", "MFU",
-        "largest micro-batch", "largest model of this width", "use stage 1",
+        "largest micro-batch", "use stage 1",
     ):  # fmt: skip
         assert words in result.stdout, (words, result.stdout)
     assert "…" not in result.stdout

@@ -5,7 +5,6 @@ where nothing does.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,13 +13,13 @@ from random_plans import GIB, activity, gpus
 
 from examples import examples
 from onefold.plan.account import Question
-from onefold.plan.activity import assumed_dims, of_dims
+from onefold.plan.activity import of_dims
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.modules import architecture
 from onefold.plan.planner import plan
 from onefold.plan.reserve import COMMUNICATOR, CONTEXT
-from onefold.plan.search import deeper, ladder, largest_micro_batch, largest_model, recommend
+from onefold.plan.search import ladder, largest_micro_batch, recommend
 from onefold.plan.shapes import ModelShape
 
 pytestmark = pytest.mark.one_in(3)
@@ -106,26 +105,6 @@ def test_the_largest_micro_batch_fits_and_the_next_does_not(
         later = [size + 1]
     for b in later[:1]:
         assert not asked.answer(Scheme(1, checkpointing, "none", b)).fits
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("capacity", [4, 12])
-def test_the_largest_model_fits_and_one_block_more_does_not(stage: int, capacity: int) -> None:
-    job = Job(seq=128)
-    asked = question(ModelShape.of_size(100_000_000), 4, capacity * GIB, job)
-
-    def build(shape: ModelShape) -> Any:
-        dims = assumed_dims(shape, job.seq)
-        return lambda m, c: of_dims(shape, dims, m, job.seq, 2, c)
-
-    numel = largest_model(asked, Scheme(stage), build)
-    each = asked.model.blocks[0].numel
-    blocks = (numel - (asked.model.numel - each * len(asked.model.blocks))) // each
-    assert deeper(asked.model, blocks).numel == numel
-    for count, fits in ((blocks, True), (blocks + 1, False)):
-        model = deeper(asked.model, count)
-        there = replace(asked, model=model, activities=build(model))
-        assert there.answer(Scheme(stage)).fits == fits
 
 
 def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:

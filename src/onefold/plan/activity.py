@@ -6,7 +6,7 @@ trace of the model's code, or from dimensions.
     forward     ░        ░         ░         ░          the highest moment of each pass, beyond what
     backward    ░        ░         ░         ░          earlier rows keep
 
-More blocks are more of the same rows, and a rank of a mesh has a part of each.
+A rank of a mesh has a part of each.
 
 Activations that are on the host between the forward and the backward pass leave the device and come
 back, as in offload/activations.py: of the storages that autograd saves the large ones
@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from onefold.offload.activations import NEAR, SLAB, SMALLEST
@@ -232,27 +232,7 @@ def assumed_dims(model: ModelShape, seq: int) -> Transformer:
     return Transformer(layers, hidden, max(1, hidden // 128), 4 * hidden, 50_304, seq)
 
 
-# -- other blocks, and a part of each --------------------------------------------------------------
-
-
-def stretched(activity: Activity, blocks: Sequence[str], names: Sequence[str]) -> Activity:
-    """Return the activity with the blocks `names` instead of `blocks`: further ones are as the last
-    two in turn, since checkpointing may alternate.
-    """
-    rows, count = activity.rows, len(blocks)
-    starts = [next(i for i, row in enumerate(rows) if row.unit == name) for name in blocks]
-    end = 1 + max(i for i, row in enumerate(rows) if _inside(row.unit, blocks[-1]))
-    ends, out = [*starts[1:], end], list(rows[: starts[0]])
-    for i, name in enumerate(names):
-        like = i if i < count else max(0, count - 1 - (i - count + 1) % 2)
-        for row in rows[starts[like] : ends[like]]:
-            inside = _inside(row.unit, blocks[like])
-            out.append(replace(row, unit=name + row.unit[len(blocks[like]) :]) if inside else row)
-    return replace(activity, rows=(*out, *rows[end:]))
-
-
-def _inside(unit: str, block: str) -> bool:
-    return unit == block or unit.startswith(f"{block}.")
+# -- a part of each block, on a mesh -----------------------------------------------------------------
 
 
 def divided(

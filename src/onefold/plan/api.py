@@ -243,7 +243,7 @@ def plan(
         batch: makes the batch of a given number of samples, for modules that are no language model
             of `input_ids` and `labels`.
         loss: makes the scalar loss of such a module's output.
-        largest: also find the largest micro-batch and model for each stage.
+        largest: also find the largest micro-batch for each stage.
         convention: bytes per parameter by which states are counted papers' way; None: the job's.
         job: the fields of `plan.degrees.Degrees` beside (chunks, schedule, sequence_parallel,
             expert_tp); those of `plan.job.Job`: seq, micro_batch, global_batch, precision,

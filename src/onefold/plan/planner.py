@@ -48,7 +48,6 @@ class Plan:
         recommended: what to run; None if nothing fits. `why_not` then says what is nearest.
         next_steps: what further steps would buy, each slower than those before.
         largest_micro_batch: samples that fit, by stage; 0: none.
-        largest_model: parameters of the deepest model of this width that fits, by stage.
         activations: where they come from.
         notes: sentences that may change a decision. assumptions: what the figures rest on; the first
             states the bytes per parameter.
@@ -66,7 +65,6 @@ class Plan:
     recommended: Candidate | None
     next_steps: tuple[Candidate, ...] = ()
     largest_micro_batch: Mapping[int, int] = field(default_factory=dict)
-    largest_model: Mapping[int, int] = field(default_factory=dict)
     activations: str = ""
     why_not: str = ""
     notes: tuple[str, ...] = ()
@@ -228,11 +226,10 @@ def plan(
     rows = search.side_by_side(question, best, stages)
     slow = search.slow_links(question, best, stages) if best is not None else None
     best = slow.taken if slow is not None else best
-    micro_batches, models = dict[int, int](), dict[int, int]()
+    micro_batches = dict[int, int]()
     for c in rows if largest else ():
         fitting = search.largest_micro_batch(question, c.scheme)
         micro_batches[c.scheme.stage] = fitting.scheme.micro_batch if fitting else 0
-        models[c.scheme.stage] = search.largest_model(question, c.scheme, subject.another)
     shown = best or _last_asked(rows, stages)
     return Plan(
         model=shape,
@@ -242,7 +239,6 @@ def plan(
         recommended=best,
         next_steps=tuple(search.next_steps(question, best, stages)) if best is not None else (),
         largest_micro_batch=micro_batches,
-        largest_model=models,
         activations=subject.source,
         why_not="" if best is not None else search.cannot_fit(question, stages),
         notes=tuple(notes_of(question, shown)),

@@ -37,7 +37,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from onefold.plan.account import Activities, Candidate, Question, bubble, pass_seconds, unlike
+from onefold.plan.account import Candidate, Question, bubble, pass_seconds, unlike
 from onefold.plan.degrees import Degrees, check, check_sequence, dims_of, divisors, most_tp
 from onefold.plan.hardware import Machine, builtin
 from onefold.plan.job import (
@@ -57,8 +57,8 @@ from onefold.plan.shapes import ModelShape
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import readable
 
-#: Where the searches end: samples of a micro-batch, blocks of a model, devices.
-MOST_SAMPLES, MOST_BLOCKS, MOST_RANKS = 4096, 1024, 1 << 17
+#: Where the searches end: samples of a micro-batch, devices.
+MOST_SAMPLES, MOST_RANKS = 4096, 1 << 17
 
 
 # -- one scheme of all -----------------------------------------------------------------------------
@@ -165,11 +165,11 @@ def side_by_side(
 # -- the largest that fits -------------------------------------------------------------------------
 
 
-def largest(at: Callable[[int], Candidate], most: int, guess: int = 1) -> int:
+def largest(at: Callable[[int], Candidate], most: int) -> int:
     """Return the largest number from 1 to `most` whose candidate fits, or 0. Bytes grow with it, and
     nearly as a straight line: two numbers say where to look next.
     """
-    low, high, seen = 0, most + 1, dict[int, int]()
+    guess, low, high, seen = 1, 0, most + 1, dict[int, int]()
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
         found = at(guess)
@@ -199,61 +199,6 @@ def largest_micro_batch(question: Question, scheme: Scheme) -> Candidate | None:
 
     found = largest(at, len(sizes))
     return at(found) if found else None
-
-
-def largest_model(
-    question: Question, scheme: Scheme, build: Callable[[ModelShape], Activities]
-) -> int:
-    """Return the parameters of the deepest model of this width that fits, with up to MOST_BLOCKS of
-    the same blocks; 0 if not even one block fits.
-
-    At the model's own depth the model itself is asked, so the answer is at least its size if and
-    only if it fits.
-
-    Args:
-        build: the activations of a model of another depth.
-    """
-    blocks = len(question.model.blocks)
-
-    @lru_cache(maxsize=64)
-    def at(count: int) -> Candidate:
-        if count == blocks:
-            return question.answer(scheme)
-        model = deeper(question.model, count)
-        return replace(question, model=model, activities=build(model)).answer(scheme)
-
-    found = largest(at, max(MOST_BLOCKS, blocks), max(blocks, 2)) if blocks else 0
-    if not found or found == blocks:
-        return question.model.numel if found else 0
-    # `deeper` has equal blocks, and the model may have others
-    numel, own = deeper(question.model, found).numel, question.model.numel
-    return max(numel, own) if found > blocks else min(numel, own - 1)
-
-
-def deeper(model: ModelShape, blocks: int) -> ModelShape:
-    """Return the model with `blocks` copies of its first block, or of its last if the first has no
-    experts and the last has; everything else stays.
-    """
-    found = model.blocks
-    routed = [any(p.routed for p in block.parameters) for block in found]
-    copied = len(found) - 1 if routed[-1] and not routed[0] else 0
-    one = found[copied]
-    prefix, _, suffix = one.name.partition(str(copied))
-    tiles = tuple(f"{b.name}." for b in found)
-    others = [u for u in model.units if u not in found and not u.name.startswith(tiles)]
-    inside = [u for u in model.units if u.name.startswith(f"{one.name}.")]
-    copies = [
-        replace(u, name=f"{prefix}{i}{suffix}{u.name[len(one.name) :]}")
-        for i in range(blocks)
-        for u in (one, *inside)
-    ]
-    at = model.units.index(one)
-    before, behind = (
-        [u for u in part if u in others] for part in (model.units[:at], model.units[at:])
-    )
-    units = (*before, *copies, *behind)
-    dims = replace(model.transformer, layers=blocks) if model.transformer else None
-    return ModelShape(f"{model.name} with {blocks} blocks", units, dims)
 
 
 # -- slow links ------------------------------------------------------------------------------------

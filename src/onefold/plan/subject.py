@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from onefold.plan.account import Activities
-from onefold.plan.activity import Activity, assumed_dims, of_dims, of_trace, stretched
+from onefold.plan.activity import Activity, assumed_dims, of_dims, of_trace
 from onefold.plan.architectures import known
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
@@ -57,7 +57,6 @@ class Subject:
     Attributes:
         job: as it was asked; with the model's own dtype if `precision` is None.
         activities: the activity of a micro-batch, by its size and checkpointing.
-        another: the activities of the same model with another number of blocks.
         source: where the activities come from.
         notes: what had to be assumed.
         repeats: whether there are blocks to recompute.
@@ -66,7 +65,6 @@ class Subject:
     job: Job
     shape: ModelShape
     activities: Activities
-    another: Callable[[ModelShape], Activities]
     source: str
     notes: tuple[str, ...] = ()
     repeats: bool = True
@@ -98,17 +96,10 @@ def subject_of(
     as_it_is = job.precision is None
     notes = [_AS_FP32] if as_it_is and row is not None else []
     notes += _of_buffers(module, job.recipe(3), machine)
-    blocks = [u.name for u in shape.blocks]
-
-    def another(other: ModelShape) -> Activities:
-        names = [u.name for u in other.blocks]
-        return lambda samples, how: stretched(activities(samples, how), blocks, names)
-
     return Subject(
         replace(job, model_dtype=dtype_of(module)) if as_it_is else job,
         shape,
         activities,
-        another,
         "traced from the module",
         tuple(notes),
         repeats=bool(repeated_blocks(module)),
@@ -123,18 +114,15 @@ def _of_shape(shape: ModelShape, job: Job) -> Subject:
             " leave it out, or give a name such as llama-3-8b."
         )
 
-    def activities_of(shape: ModelShape) -> Activities:
-        dims = shape.transformer or assumed_dims(shape, job.seq)
-        element = COMPUTE_DTYPES[job.computes].itemsize
+    dims = shape.transformer or assumed_dims(shape, job.seq)
+    element = COMPUTE_DTYPES[job.computes].itemsize
 
-        @lru_cache(maxsize=256)
-        def activities(micro_batch: int, checkpointing: str) -> Activity:
-            return of_dims(shape, dims, micro_batch, job.seq, element, checkpointing)
-
-        return activities
+    @lru_cache(maxsize=256)
+    def activities(micro_batch: int, checkpointing: str) -> Activity:
+        return of_dims(shape, dims, micro_batch, job.seq, element, checkpointing)
 
     notes = (_IDEAL, _AS_FP32) if job.precision is None else (_IDEAL,)
-    return Subject(job, shape, activities_of(shape), activities_of, "from dimensions", notes)
+    return Subject(job, shape, activities, "from dimensions", notes)
 
 
 def _of_size(numel: float) -> ModelShape:

@@ -166,14 +166,11 @@ def _stages(plan: Plan) -> Table:
     parts(dict(zip(seconds, seconds, strict=True)), lambda a: a.seconds, in_seconds)
     add("tokens/s", lambda c: c.account.tokens_per_s, count)
     add("MFU", lambda c: c.account.mfu, lambda mfu: f"{mfu:.0%}" if mfu is not None else "–")
-    # The searches for the largest are made for the stages alone
+    # The search for the largest is made for the stages alone
     largest = [str(plan.largest_micro_batch.get(c.scheme.stage, "–")) for c in plan.stages]
-    models = [count(plan.largest_model.get(c.scheme.stage, 0)) for c in plan.stages]
     unasked = ["–"] * (len(columns) - len(plan.stages))
     if plan.largest_micro_batch:
         table.add_row("largest micro-batch", *largest, *unasked)
-    if any(plan.largest_model.values()):
-        table.add_row("largest model of this width", *models, *unasked)
     return table
 
 
