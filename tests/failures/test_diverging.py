@@ -324,16 +324,16 @@ EVENTS = [
     Event(over_data, 3, "dies", 3, words=GONE),
     Event(natively, 3, "dies"),
     Event(over_data, 3, "fails", words={0: ["rank 1", "unit", f"step {STEP}"]}),
-    Event(over_data, 3, "stays away", 4, options=CODECS, words={0: ["rank 1"], "*": ["unit", f"step {STEP}"]}),
     Event(beside_tensors, 3, "dies", 4, 3, OF_MESH, stalls=(1,)),
     Event(in_a_pipeline, 1, "dies", 4, 3, {2: ["rank 3: not waiting in any collective"]}, stalls=(2,)),
-    Event(over_two_data_axes, 2, "dies", 4, 1, {"*": ["rank 1 (dp 0, ep 1): not waiting in any collective"]}),
     Event(over_a_mesh, 3, "stays away", 4, 3, {
         0: ["rank 0 (dp 0, tp 0) gave up", "rank 1 (dp 0, tp 1): waiting in "], 1: ["among ranks 1,3 (along dp)"],
         "*": ["rank 3 (dp 1, tp 1): not waiting in any collective"]}),
 ]  # fmt: skip
-#: With `--all`: the same at other stages and in groups.
+#: With `--all`: the same at other stages, in groups, with codecs and over two data axes.
 FURTHER = [
+    Event(over_two_data_axes, 2, "dies", 4, 1, {"*": ["rank 1 (dp 0, ep 1): not waiting in any collective"]}),
+    Event(over_data, 3, "stays away", 4, options=CODECS, words={0: ["rank 1"], "*": ["unit", f"step {STEP}"]}),
     Event(over_data, 1, "stays away", words=AWAY),
     Event(natively, 3, "stays away", words={0: [*AWAY[0], "at the end of step 0"]}),
     Event(over_data, 0, "dies", 3, words=GONE),

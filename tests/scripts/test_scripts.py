@@ -30,11 +30,11 @@ KNOWN = everything()
 
 
 def columns_of(habit: Habit, every: bool) -> tuple[str, ...]:
-    """Stage 3, and of every second habit one of the others, by the title's hash; `--all`: all
+    """Stage 3, and of every third habit one of the others, by the title's hash; `--all`: all
     columns.
     """
     others = COLUMNS[:-1]
-    drawn = zlib.crc32(habit.title.encode()) % (2 * len(others))
+    drawn = zlib.crc32(habit.title.encode()) % (3 * len(others))
     return COLUMNS if every else () if habit.slow else (*others[drawn : drawn + 1], "3")
 
 

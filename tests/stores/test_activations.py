@@ -66,6 +66,12 @@ def saving(store: ActivationStore | None) -> Iterator[None]:
             store.end_forward()
 
 
+@pytest.fixture(autouse=True)
+def _quick_collections() -> None:
+    """What other tests have loaded is not gone over in each collection."""
+    gc.freeze()
+
+
 def assert_nothing_is_left(*stores: ActivationStore) -> None:
     gc.collect()
     for store in stores:
