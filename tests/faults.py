@@ -257,7 +257,7 @@ FAULTS = [
         "the last rank accounts for one element less than it has",
         "runtime/flat.py",
         "position)\n        return a - self.slot.start, b - self.slot.start\n\n    def owned",
-        "position)\n        last = b > a and flat.rank == flat.size - 1\n"
+        "position)\n        last = b > a and flat.rank == flat.group.size - 1\n"
         "        return a - self.slot.start, b - self.slot.start - last\n\n    def owned",
         [row("stages: 3 on 2, clipped to 0.5")],
     ),

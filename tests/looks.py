@@ -376,7 +376,7 @@ class Flat:
 def flats(model: nn.Module) -> list[Flat]:
     """In the order of units, the root first."""
     return [
-        Flat(unit.path, flat.layout.numel, flat.size, flat.group.topology.inner)
+        Flat(unit.path, flat.layout.numel, flat.group.size, flat.group.topology.inner)
         for unit in engine(model).units
         for flat in unit.flats
     ]

@@ -133,7 +133,7 @@ def shard(
             unset.given(names)
             unset.look()
         # Everything is there: what follows passes, steps, and the model's end
-        engine.reduce.follow_trainable()
+        engine.reduce.follow_trainable(engine.flats)
         engine.memory.reset_peak()
         if engine.mesh.several:
             from onefold.parallel.marks import Marks

@@ -346,7 +346,7 @@ def test_memory_that_runs_out_in_full_params_or_unshard_leaves_the_model_sharded
     gathered = engine.memory.now().get("gathered", 0)
     for module, name, enter in (
         (start, "whole_masters", onefold.full_params),
-        (start, "rewrite_masters", lambda m: onefold.full_params(m, write=True)),
+        (start, "within_holders", lambda m: onefold.full_params(m, write=True)),
         (importlib.import_module("onefold.sharding"), "whole_masters", unsharded),
     ):
         with pytest.MonkeyPatch.context() as patch:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from onefold.observe.runfile import write_observed
-from onefold.observe.trace import Move, Recording, Work, covered
+from onefold.observe.trace import Move, Recording, covered
 from onefold.plan import schema
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe
@@ -57,10 +57,8 @@ class Clock:
         )
         return landed + exposed
 
-    def compute(self, unit: str, phase: str, seconds: float) -> None:
-        seconds *= self.slow * self.random.uniform(0.95, 1.05)
-        self.step.work.append(Work("compute", unit, phase, self.now, self.now + seconds))
-        self.now += seconds
+    def compute(self, seconds: float) -> None:
+        self.now += seconds * self.slow * self.random.uniform(0.95, 1.05)
 
 
 def recorded(rank: int = 0) -> Recording:
@@ -77,7 +75,7 @@ def recorded(rank: int = 0) -> Recording:
             clock.change(ahead, schema.GATHERED, unit, size)
             clock.now = max(clock.now, clock.move("all-gather", unit, ahead, size, exposed, phase))
             ahead = clock.now
-            clock.compute(unit, phase, 0.022 if phase == "forward" else 0.044)
+            clock.compute(0.022 if phase == "forward" else 0.044)
             clock.change(clock.now, schema.GATHERED, unit, -size)
             saved = 18 * MIB if unit != "(root)" else 2 * MIB
             clock.change(clock.now, schema.ACTIVATIONS, "", saved if phase == "forward" else -saved)
@@ -93,11 +91,11 @@ def recorded(rank: int = 0) -> Recording:
                     clock.now = landed
         if phase == "forward":
             clock.change(clock.now, schema.LOGITS, "", 64 * MIB)
-            clock.compute("(root)", "forward", 0.012)
+            clock.compute(0.012)
             clock.change(clock.now + 0.004, schema.LOGITS, "", -64 * MIB)
         assert clock.now > begun
     step = clock.step
-    step.work.append(Work("optimizer", "", "optimizer", clock.now, clock.now + 0.055))
+    step.updates.append((clock.now, clock.now + 0.055))
     clock.device.changes.append(
         (clock.now + 0.056, schema.GRADIENTS, "", -(ROOT + BLOCKS * BLOCK) // RANKS)
     )

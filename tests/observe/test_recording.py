@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from observed_loops import one_step, sharded
-from synthetic_run import BLOCKS, recorded, units
+from synthetic_run import recorded, units
 
 import onefold
 from onefold.observe.trace import record
@@ -30,12 +30,9 @@ def test_a_real_step_is_recorded_unit_by_unit() -> None:
     one_step(model, optimizer)
     with record(model, optimizer) as seen:
         one_step(model, optimizer)
-    names = {unit.name for unit in onefold.engine_of(model).units}
-    forward = {w.unit for w in seen.work if w.phase == "forward"}
-    assert forward == names, f"forward passes of {forward}, units {names}"
-    assert {w.unit for w in seen.work if w.phase == "backward"} == names
-    assert [w.kind for w in seen.work].count("optimizer") == seen.steps == 1
-    assert all(seen.start <= w.start <= w.end <= seen.end for w in seen.work)
+    assert len(seen.updates) == seen.steps == 1
+    assert all(seen.start <= start <= end <= seen.end for start, end in seen.updates)
+    assert 0 < seen.compute < seen.seconds
     changes = seen.tiers["device"].changes
     assert changes and all(seen.start <= at <= seen.end for at, *_ in changes)
     assert not seen.truncated and seen.moves == []
@@ -45,7 +42,7 @@ def test_outside_of_a_window_nothing_is_kept() -> None:
     model, optimizer = sharded(3, "bf16")
     engine = onefold.engine_of(model)
     one_step(model, optimizer)
-    assert not engine.memory.record and len(engine.memory.timeline) == len(engine.timeline) == 0
+    assert not engine.memory.record and not engine.memory.timeline
     with pytest.raises(ZeroDivisionError), record(model, optimizer, activations=True):
         raise ZeroDivisionError
     assert not engine.memory.record
@@ -55,7 +52,7 @@ def test_outside_of_a_window_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_the_chrome_trace_names_every_gather_reduction_and_unit(tmp_path: Path, rank: int) -> None:
+def test_the_chrome_trace_names_every_gather_and_reduction(tmp_path: Path, rank: int) -> None:
     step = recorded(rank)
     trace = json.loads(step.write_chrome(tmp_path / "deep" / "trace.json").read_text())
     rows = by_row(trace)
@@ -68,5 +65,5 @@ def test_the_chrome_trace_names_every_gather_reduction_and_unit(tmp_path: Path, 
         f"reduce-scatter {unit}" for unit in units()
     )
     assert sum(e["args"]["bytes"] for e in gathers + reductions) == sum(step.wire().values())
-    assert len(rows["compute"]) == 2 * (BLOCKS + 1) + 1 and len(rows["optimizer"]) == 1
+    assert len(rows["optimizer"]) == 1
     assert sum(e["dur"] for e in rows["waiting"]) == pytest.approx(step.exposed * 1e6)

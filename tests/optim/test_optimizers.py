@@ -58,10 +58,11 @@ def test_optimizers_train_as_in_ddp_at_every_stage(name: str, folder: Path) -> N
     assert differences(expected, first[1], **NEAR) == []
     tiers: list[dict[str, Any]] = [{"stage": stage} for stage in (1, 2, 3)]
     if "rates" in name:
-        tiers += [
-            {"stage": 2, "offload_optimizer": "cpu"},
-            {"stage": 3, "offload_optimizer": "nvme", "nvme": folder},
-        ]
+        tiers.append({"stage": 2, "offload_optimizer": "cpu"})
+        model = sharded(3, offload_optimizer="nvme", nvme=folder)
+        looks.step_in_pieces_of(model, 1024)
+        with pytest.raises(ValueError, match=r"keep it in self\.state"):  # it counts by parameters
+            trained(model, make)
     for tier in tiers:
         model = sharded(**tier)
         looks.step_in_pieces_of(model, 1024)

@@ -103,6 +103,8 @@ def test_a_sum_has_the_bits_of_one_addition_a_rank_in_the_order_of_ranks(
     parts = list(rows)
     if own is not None:
         parts.insert(at, own)
+    elif how == "in place":
+        parts[at] = out
     add_up(parts, out, 1 / 3, round_to=round_to)
     assert torch.equal(out, expected), (out[out != expected], expected[out != expected])
     assert around[0] == around[-1] == 7.0

@@ -30,8 +30,7 @@ from onefold.runtime.parameters.interval import (
 )
 from onefold.runtime.parameters.parameter import ShardedParameter
 from onefold.runtime.parameters.values import Elsewhere, Unreduced
-from onefold.runtime.parts import MasterParts
-from onefold.runtime.storage import OnDisk, in_memory
+from onefold.runtime.parts import MasterParts, master_items
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -96,9 +95,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     """
     held, spec = _state_of(param, optim_state_key), spec_of(param)
     if spec is None:
-        return (
-            None if held is None else in_memory(held).to(torch.float32, copy=True).view(param.shape)
-        )
+        return None if held is None else held.to(torch.float32, copy=True).view(param.shape)
     with disable_torch_function():
         # A rank that owns no element of the parameter may have no state, so the ranks must agree
         # on whether any of them has one.
@@ -107,7 +104,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
         )
         if not bool((known > 0).any()):
             return None
-    local = torch.empty(0, device="cpu") if held is None else in_memory(held).float()
+    local = torch.empty(0, device="cpu") if held is None else held.float()
     return spec.gather(local.to(param.device), f"the state {optim_state_key!r}")
 
 
@@ -119,7 +116,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return this rank's elements of the master weights, in fp32; None if the parameter is frozen."""
-    return in_memory(_masters(param)).float() if param.requires_grad else None
+    return _masters(param).float() if param.requires_grad else None
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -130,7 +127,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     """
     held, spec, (entry, engine) = _state_of(param, optim_state_key), spec_of(param), owner_of(param)
     if held is not None:
-        return in_memory(held).float()
+        return held.float()
     if entry is None or spec is None or spec.start < spec.stop or not param.requires_grad:
         return None
     with disable_torch_function():
@@ -208,7 +205,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     entry = entry_of(param)
     if entry is not None and not entry.flat.storage.in_place:
-        _write_masters("safe_set_local_fp32_param", param, entry, value)
+        _write_masters("safe_set_local_fp32_param", entry, value)
         return
     _copy_into("safe_set_local_fp32_param", param, value)
 
@@ -222,44 +219,54 @@ def safe_set_local_optimizer_state(
         ValueError: this rank owns elements of the parameter, but the optimizer has no such state
             yet.
     """
-    held, spec = _state_of(param, optim_state_key), spec_of(param)
-    if held is None and spec is not None and spec.start == spec.stop:
-        return
-    if held is None:
+    call, (entry, _) = "safe_set_local_optimizer_state", owner_of(param)
+    parts, spec = _parts_with(param, optim_state_key), spec_of(param)
+    plain = _plain_state(param, optim_state_key) if spec is None else None
+    if plain is not None:
+        _copy_into(call, plain, value)
+    elif parts is not None and entry is not None:
+        start, stop = entry.owned()
+        with torch.no_grad(), disable_torch_function():
+            mine = _fitting(call, value, stop - start)
+            parts.store(entry, optim_state_key, start, stop, mine)
+    elif spec is None or spec.start < spec.stop:
         raise ValueError(
             f"there is no state {optim_state_key!r} of this parameter; states come into being with"
             " the first step."
         )
-    plain = _plain_state(param, optim_state_key) if spec is None else None
-    if plain is not None:  # not by `held`, which is a copy of a state that is not contiguous
-        _copy_into("safe_set_local_optimizer_state", plain, value)
-    else:
-        _write("safe_set_local_optimizer_state", held, value)
 
 
 # -- this rank's elements --------------------------------------------------------------------------
 
 
-def _masters(param: nn.Parameter) -> Tensor | OnDisk:
-    """Return this rank's elements of the master weights, in memory or on NVMe."""
+def _masters(param: nn.Parameter) -> Tensor:
+    """Return this rank's elements of the master weights."""
     entry = entry_of(param)
     with disable_torch_function():
         if entry is None or spec_of(param) is None:
             return param.detach().as_subclass(Tensor).reshape(-1)
-        return MasterParts().place(entry, "", *entry.owned())
+        return MasterParts().values(entry, "", *entry.owned())
 
 
-def _state_of(param: nn.Parameter, key: str) -> Tensor | OnDisk | None:
+def _state_of(param: nn.Parameter, key: str) -> Tensor | None:
     """Return this rank's elements of the optimizer's state of that name; None if there is none."""
-    entry, engine = owner_of(param)
+    entry, _ = owner_of(param)
     if entry is None:
         plain = _plain_state(param, key)
         return None if plain is None else plain.detach().reshape(-1)
+    parts = _parts_with(param, key)
     with disable_torch_function():
-        for optimizer in _optimizers_of(engine, entry.param):
+        return None if parts is None else parts.stored(entry, key, *entry.owned())
+
+
+def _parts_with(param: nn.Parameter, key: str) -> OptimizerParts | None:
+    """Return the parts of the optimizer that has a state of that name for a sharded parameter."""
+    entry, engine = owner_of(param)
+    with disable_torch_function():
+        for optimizer in () if entry is None else _optimizers_of(engine, entry.param):
             state = optimizer.state.get(entry.param)
             if state is not None and isinstance(state.get(key), Tensor):
-                return OptimizerParts(optimizer).place(entry, key, *entry.owned())
+                return OptimizerParts(optimizer)
     return None
 
 
@@ -302,22 +309,19 @@ def _on_disk(param: nn.Parameter, grad: Tensor) -> Entry:
     return entry
 
 
-def _write(call: str, held: Tensor | OnDisk, value: Tensor) -> None:
-    mine = _fitting(call, value, held.numel())
-    with torch.no_grad(), disable_torch_function():
-        held.copy_(mine)
-
-
-def _write_masters(call: str, param: nn.Parameter, entry: Entry, value: Tensor) -> None:
+def _write_masters(call: str, entry: Entry, value: Tensor) -> None:
     """Write this rank's elements of master weights that are on NVMe."""
-    held, engine = _masters(param), entry.engine()
-    if not isinstance(held, OnDisk) or engine is None:
+    engine: Any = entry.engine()
+    if not entry.flat.storage.on_disk:
         raise NotImplementedError(
             f"{call}: parameter {entry.slot.name!r} is stored encoded, and is not written to."
         )
+    start, stop = entry.owned()
+    mine = _fitting(call, value, stop - start)
     engine.wait_before_write(entry.flat)
-    parts = MasterParts()
-    _write(call, parts.target(entry), value)
+    parts, (item,) = MasterParts(), master_items([entry])
+    with torch.no_grad(), disable_torch_function():
+        parts.write(item, start, stop, mine)
     parts.finish()
     engine.make_stale()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from onefold.doctor.model import (
     train,
     train_with_ddp,
 )
+from onefold.memory import GATHERED
 from onefold.observe.trace import record
 from onefold.recipe import Recipe
 from onefold.runtime.parameters.interval import disable_torch_function
@@ -255,12 +257,14 @@ def overlap(here: Here) -> str:
             synchronize(here.device)
         exposed.append(traffic.exposed - before)
         gathers = [m for m in seen.moves if m.move == "all-gather"]
-        # Early: another unit computed when it was launched, and ended before it was waited for. The
-        # outermost unit ends after every wait, so it never counts as that other unit
-        early = sum(
-            any(w.unit != m.unit and m.launched < w.end <= m.landed - m.exposed for w in seen.work)
-            for m in gathers
-        )
+        # Early: another unit was gathered then. The outermost unit, which always is, does not count
+        early = 0
+        for m in gathers:
+            held = Counter[str]()
+            for at, category, unit, nbytes in seen.tiers["device"].changes:
+                if category == GATHERED and at < m.launched:
+                    held[unit] += nbytes
+            early += any(held[unit] for unit in held if unit not in (m.unit, "(root)"))
         if not options:
             assert early, (
                 f"none of {len(gathers)} gathers was launched ahead: nothing is prefetched"

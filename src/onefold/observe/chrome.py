@@ -1,6 +1,6 @@
 """Write a recorded step as Chrome trace events, for chrome://tracing and https://ui.perfetto.dev.
 
-Each rank is one process. Its rows are compute, optimizer and waiting, and as many rows of gathers
+Each rank is one process. Its rows are optimizer and waiting, and as many rows of gathers
 and of reductions as ran at the same time. A counter shows memory by category. Times are
 microseconds from the window's start.
 """
@@ -69,12 +69,9 @@ def write(recording: Recording, path: Path) -> Path:
 
 
 def spans_of(recording: Recording) -> Iterator[Span]:
-    """Yield the work, the waits and the moves of a window, row by row."""
-    for kind in ("compute", "optimizer"):
-        for w in recording.work:
-            if w.kind == kind:
-                name = f"{w.unit} {w.phase}" if w.unit else kind
-                yield Span(kind, name, kind, w.start, w.end, {"unit": w.unit, "phase": w.phase})
+    """Yield the optimizer's steps, the waits and the moves of a window, row by row."""
+    for start, end in recording.updates:
+        yield Span("optimizer", "optimizer", "optimizer", start, end)
     waits, moves = [], []
     for m in recording.moves:
         name = f"{m.move} {m.unit}"

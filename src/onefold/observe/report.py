@@ -187,13 +187,12 @@ def _memory(step: Recording, tier: str, plan: Account | None) -> Any:
 
 
 def _timeline(step: Recording) -> Any:
-    """Draw the work, the moves, and, in red, the waits for moves."""
+    """Draw the optimizer's steps, the moves, and, in red, the waits for moves."""
     rows = {"autorange": "reversed", "automargin": True}
     figure = _figure(barmode="overlay", xaxis_title="ms", yaxis=rows)
     kinds: dict[str, list[Span]] = {}
     for span in sorted(spans_of(step), key=lambda s: s.start - s.end):  # what lies inside is on top
-        kind = span.facts["phase"] if span.kind == "compute" else span.kind
-        kinds.setdefault(kind, []).append(span)
+        kinds.setdefault(span.kind, []).append(span)
     for kind, here in kinds.items():
         sizes = [f", {readable(s.facts['bytes'])}" if "bytes" in s.facts else "" for s in here]
         figure.add_bar(

@@ -1,4 +1,4 @@
-"""Record a window of steps: the work, the moves, the waits, and the memory held.
+"""Record a window of steps: the moves, the waits, the optimizer's steps, and the memory held.
 
     with onefold.observe.trace.record(model, optimizer) as seen:
         one_step()
@@ -56,17 +56,6 @@ class Move:
     plain: int = 0
 
 
-@dataclass(frozen=True)
-class Work:
-    """A span of work. `kind` is "compute" (a unit's forward or backward) or "optimizer"."""
-
-    kind: str
-    unit: str
-    phase: str
-    start: float
-    end: float
-
-
 @dataclass
 class Recording:
     """What `record` recorded on one rank.
@@ -74,7 +63,7 @@ class Recording:
     Attributes:
         start, end: times of the window. steps: optimizer steps in it, or synchronized backward
             passes if no optimizer was given.
-        moves, work: in the order in which they began.
+        moves: in the order in which they began. updates: when the optimizer stepped, (start, end).
         tiers: the memory of the device, and of the offload tiers that held anything ("host", "nvme").
         exposed: seconds that this rank waited for other ranks, including small control messages.
         io: seconds that this rank waited for NVMe.
@@ -88,7 +77,7 @@ class Recording:
     end: float = 0.0
     steps: int = 0
     moves: list[Move] = field(default_factory=list)
-    work: list[Work] = field(default_factory=list)
+    updates: list[tuple[float, float]] = field(default_factory=list)
     tiers: dict[str, Held] = field(default_factory=lambda: {DEVICE: Held()})
     exposed: float = 0.0
     io: float = 0.0
@@ -101,14 +90,13 @@ class Recording:
 
     @property
     def compute(self) -> float:
-        """Seconds of the units' forward and backward, without the waits inside them."""
-        spans = [(w.start, w.end) for w in self.work if w.kind == "compute"]
-        return covered([*spans, *self.waits()]) - covered(self.waits())
+        """Seconds that were no wait and no step of the optimizer."""
+        return self.seconds - covered([*self.waits(), *self.updates])
 
     @property
     def optimizer(self) -> float:
         """Seconds of the optimizer's steps."""
-        return covered((w.start, w.end) for w in self.work if w.kind == "optimizer")
+        return covered(self.updates)
 
     def waits(self) -> list[tuple[float, float]]:
         """Return when this rank waited for a move's payload: (start, end)."""
@@ -168,7 +156,7 @@ def record(
 
     Args:
         model: what `onefold.shard` returned.
-        optimizer: adds its moments to the memory, and its steps to the work.
+        optimizer: adds its moments to the memory, and when it stepped.
         activations: also record what autograd keeps; see `Activations`, which takes `vocabulary`.
 
     Raises:
@@ -180,7 +168,7 @@ def record(
         raise RuntimeError("this model is being recorded already: end the other record() first.")
     seen = Recording(engine.rank, engine.world_size, activations_watched=activations)
     traffic, moved, ledgers = engine.traffic, engine.transfers.moved, ledgers_of(engine)
-    rings: list[deque[Any]] = [traffic.events, moved.events, engine.timeline]
+    rings: list[deque[Any]] = [traffic.events, moved.events]
     rings += [ledger.timeline for ledger in ledgers.values()]
     with contextlib.ExitStack() as stack:
         saved = stack.enter_context(Activations(model, vocabulary)) if activations else None
@@ -222,9 +210,7 @@ def _collect(engine: Engine, seen: Recording, saved: Activations | None) -> None
         when = e.launched, landed, e.exposed
         wire = e.group, e.between, e.plain
         seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, *when, *wire))
-    seen.work += [Work("compute", *span) for span in engine.timeline]
     seen.moves.sort(key=lambda m: m.launched)
-    seen.work.sort(key=lambda w: w.start)
     for tier, ledger in ledgers_of(engine).items():
         held = seen.tiers[tier]
         held.changes += ledger.timeline
@@ -251,7 +237,7 @@ def _watch_steps(
         nonlocal held
         end, had, held = time.perf_counter(), held, moments_by_tier(optimizer, engine)
         seen.steps += 1
-        seen.work.append(Work("optimizer", "", "optimizer", begun[0], end))
+        seen.updates.append((begun[0], end))
         for tier in {*had, *held}:
             if change := held.get(tier, 0) - had.get(tier, 0):
                 seen.tiers[tier].changes.append((end, MOMENTS, "", change))
@@ -273,7 +259,8 @@ def measured(
     peak        the recording's peak; on an accelerator also what its allocator reserved and did not use
     offloaded   the same peaks of the host and of NVMe
     wire        bytes per step; links: those inside and between the nodes that the ledger knows
-    seconds     per step: compute, waits (for other ranks, for NVMe), optimizer, and the whole
+    seconds     per step: waits (for other ranks, for NVMe), optimizer, the whole, and what is left of
+                it: compute
 
     Raises:
         ValueError: the model was not sharded, or the recording holds no whole step.

@@ -31,7 +31,7 @@ from onefold.recipe.moments import FORMATS, grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.parameters.values import state_place, storageless
-from onefold.runtime.storage import OnDisk, state_shape
+from onefold.runtime.storage import state_shape
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -94,16 +94,28 @@ class NvmeStorage(OffloadStorage):
 
     # -- elements of masters and states ------------------------------------------------------------
 
-    def elements(
-        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
-    ) -> torch.Tensor | OnDisk:
-        if key and value.device.type != "meta":
-            return super().elements(entry, key, value, x, y)
-        if key and x == y:  # a rank that steps nothing here has no region of this state
+    def read(self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int) -> torch.Tensor:
+        if key and not value.is_meta:
+            return super().read(entry, key, value, x, y)
+        if x == y:  # a rank that steps nothing here has no region of this state
             return torch.empty(0, dtype=value.dtype)
+        return self.part(*self._place(entry, key, value, x, y))
+
+    def write(
+        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int, new: torch.Tensor
+    ) -> None:
+        if key and not value.is_meta:
+            super().write(entry, key, value, x, y, new)
+        elif x < y:
+            self.write_part(*self._place(entry, key, value, x, y)[:2], new)
+
+    def _place(
+        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
+    ) -> tuple[str, int, int]:
+        """Return the region in which elements of `entry` are, and which of its items they are."""
         first = entry.slot.start - self.flat.owned[0]
-        kind = state_kind(key, value.dtype) if key else "master"
-        return OnDisk(self, kind, *items_of(first + x, first + y, grain_of(key)))
+        start, stop = items_of(first + x, first + y, grain_of(key))
+        return state_kind(key, value.dtype) if key else "master", start, stop
 
     def new_state(
         self, entry: Entry, key: str, dtype: torch.dtype, in_memory: bool
@@ -114,9 +126,6 @@ class NvmeStorage(OffloadStorage):
         return state_place(state_shape(entry, key), dtype)
 
     # -- masters -----------------------------------------------------------------------------------
-
-    def load(self) -> torch.Tensor:
-        return self.part("master", 0, self.numel)
 
     def store(self, values: torch.Tensor) -> None:
         if not self.numel:

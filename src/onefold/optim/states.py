@@ -51,7 +51,6 @@ from onefold.runtime.parts import (
     tell_all,
     to_first,
 )
-from onefold.runtime.storage import OnDisk, in_memory
 
 _SAVE, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
 #: The engines over whose parameters optimizers step, in their order. Kept in optim/steps.py.
@@ -134,11 +133,20 @@ class OptimizerParts(HeldParts):
         """Return how the state `key` is stored; None: as the optimizer makes it."""
         return faced_states.policy_of(self.optimizer, entry, key)
 
-    def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
+    def stored(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
+        """Return elements [x, y) of the state `key`, or the items that stand for them."""
         value = self._states(entry)[key]
         if self.owned(entry) is not None:
             return value.detach().reshape(-1)[x:y]
-        return entry.flat.storage.elements(entry, key, value, x, y)
+        return entry.flat.storage.read(entry, key, value, x, y)
+
+    def store(self, entry: Entry, key: str, x: int, y: int, new: torch.Tensor) -> None:
+        """Overwrite them by `new`."""
+        value = self._states(entry)[key]
+        if self.owned(entry) is not None:
+            value.view(-1)[x:y].copy_(new)
+        else:
+            entry.flat.storage.write(entry, key, value, x, y, new)
 
     def read(self, item: StateItem, x: int, y: int) -> torch.Tensor:
         with self.keeping_errors():
@@ -153,12 +161,10 @@ class OptimizerParts(HeldParts):
         if self.error is not None:
             return
         with self.keeping_errors():
-            if self.owned(entry) is None:
-                for key, new in self._stored(entry, item.key, values).items():
-                    made = self.made[entry][key]
-                    entry.flat.storage.overwrite(entry, key, made, x, y, new)
-            elif x < y:
-                self.made[entry][item.key].view(-1)[x:y].copy_(values)
+            whole = self.owned(entry) is not None
+            stored = {item.key: values} if whole else self._stored(entry, item.key, values)
+            for key, new in stored.items() if x < y else ():
+                self.store(entry, key, x, y, new)
 
     def create(self, item: StateItem) -> None:
         """Create this rank's states for a load of `item`, in memory or on NVMe. They have the dtype
@@ -192,9 +198,9 @@ class OptimizerParts(HeldParts):
         """Return elements [x, y) of the state `key`, unpacked. Then x is at a block boundary."""
         there = self._states(entry)
         if key in there:
-            return in_memory(self.place(entry, key, x, y))
+            return self.stored(entry, key, x, y)
         names = [n for n in there if (part := packed(n)) is not None and part.key == key]
-        found = {name: in_memory(self.place(entry, name, x, y)) for name in names}
+        found = {name: self.stored(entry, name, x, y) for name in names}
         return moments.unpacked(found, key, y - x)
 
     def kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:

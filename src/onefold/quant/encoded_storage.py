@@ -65,7 +65,7 @@ class EncodedStorage(Storage):
         self.payload = torch.empty(self.flat.spec.cached_bytes, dtype=torch.uint8, device=device)
         return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
 
-    def load(self) -> torch.Tensor:
+    def decoded(self) -> torch.Tensor:
         values = torch.empty(self.numel, dtype=self.flat.dtypes.master, device=self.payload.device)
         self.intervals.decode(self.payload, values)
         return values

@@ -213,8 +213,8 @@ def _part(how: MomentPolicy | None, piece: Piece) -> Part:
         master, grad = master.float(), grad.float()
     # A 0-dim parameter keeps its shape. Its states are 0-dim too, and are numbers here
     shape = (n,) if piece.entry.param.dim() else ()
-    first = None if n == piece.entry.param.numel() else piece.first == place(piece.entry)
-    return Part(piece.entry.param, master.view(shape), grad.view(shape), state, first)
+    param = piece.entry.param
+    return Part(param, master.view(shape), grad.view(shape), state, n < param.numel())
 
 
 def unpacked(stored: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:

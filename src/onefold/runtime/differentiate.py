@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -148,7 +147,7 @@ class OpenPass:
         call: the frame of the module's call. abort: ends the pass if that call was left.
         outermost: it has begun a pass over the model.
         in_use: the unit is in use by it.
-        beside: the open passes of its thread. began: when, by `time.perf_counter`.
+        beside: the open passes of its thread.
     """
 
     unit: Unit
@@ -157,7 +156,6 @@ class OpenPass:
     abort: Callable[[OpenPass], None]
     outermost: bool = False
     in_use: bool = False
-    began: float = field(default_factory=time.perf_counter)
     beside: list[OpenPass] = field(default_factory=lambda: here.passes)
 
 

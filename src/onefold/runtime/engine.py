@@ -16,9 +16,7 @@ module dies, the engine closes.
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -133,7 +131,6 @@ class Engine:
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
-        timeline: when each unit computed, see `computed`.
 
     Which step, which pass. The engine and its passes set it; the gatherer and the reducer read it, and
     report failures.
@@ -208,16 +205,12 @@ class Engine:
         offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
         self.transfers = capabilities.transfers(self)
         self.pool = Pool(device, memory, paged=bool(offloaded) and recipe.on_disk)
-        self.timeline: deque[tuple[str, str, float, float]] = deque(maxlen=1 << 14)
         # Waits until the save, or copy of averages, that is under way has read masters and states
         self.copying: Callable[[], None] | None = None
         holders = find_boxes(specs, self.group, self.mesh)
         self.units: list[Unit] = bind(specs, self, offloaded, holders)
         self.flats = [flat for unit in self.units for flat in unit.flats]
         self.entries = [entry for flat in self.flats for entry in flat.entries]
-        for unit in self.units:
-            for entry in unit.entries:
-                entry.unit = unit
         for number, entry in enumerate(self.entries):
             entry.number = number
         self.unsharded: bool = all(flat.unsharded for flat in self.flats)
@@ -402,7 +395,7 @@ class Engine:
         self.in_any_pass()
         check_in_place((unit,))
         self.passes.refresh([unit])
-        self.reduce.follow_trainable_of(unit)
+        self.reduce.follow_trainable(unit.flats)
         unit.calls += 1
         return unit
 
@@ -460,17 +453,6 @@ class Engine:
             self.transfers.up.wait()
 
     # -- between steps -----------------------------------------------------------------------------
-
-    def computed(self, unit: str, phase: str, since: float) -> None:
-        """Note that a unit has computed until now (on CUDA: that its work was handed to the device), in
-        seconds of `time.perf_counter`. Recorded while `memory.record` is set.
-
-        `phase` is "forward" or "backward". The forward span of a unit contains those of the units
-        inside it. A backward span ends when the last gradient of the unit has come and begins where the
-        previous one ended: autograd does not say more.
-        """
-        if self.memory.record:
-            self.timeline.append((unit, phase, since, time.perf_counter()))
 
     def make_stale(self) -> None:
         """Mark every copy of masters as stale: the masters have been written to."""

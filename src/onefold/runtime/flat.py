@@ -8,7 +8,7 @@ import enum
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +35,7 @@ from onefold.runtime.parameters.parameter import (
     put,
     set_requires_grad,
 )
-from onefold.runtime.parameters.values import move_hooks, on_leaf
+from onefold.runtime.parameters.values import hook_gradient, move_hooks, on_leaf
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found, UnitSpec, keeps_dtype, rests_encoded
 
@@ -102,7 +102,7 @@ class Entry:
         self.active = found.param.requires_grad
         self.declared: torch.dtype = declared_dtype(found.param)
         self.nbytes = slot.numel * flat.dtypes.compute.itemsize  # of its gradient
-        # The node of autograd of `param`, and the engine's hook on `compute` (runtime/reduce.py)
+        # The node of autograd of `param`, and the engine's hook on `compute`: `hook_gradient`
         self.accumulates: Any = None
         self.arrival: Any = None
         # Of the whole parameter: its version at the last look, and what all who read its `.data` in
@@ -226,7 +226,7 @@ class Flat:
         self.engine: Callable[[], Engine | None] = weakref.ref(engine)
         #: Which ranks hold it, among all of the mesh, and those of this rank's box
         self.ranks = ranks
-        self.group, self.rank, self.size = group, group.rank, group.size
+        self.group, self.rank = group, group.rank
         #: All sizes of this buffer; the plan adds up the same ones
         self.spec = spec = ShardSpec(
             tuple((f.names[0], tuple(f.local.shape)) for f in found),
@@ -250,10 +250,10 @@ class Flat:
         self.entries = [
             Entry(by_name[s.name], s, i, self, engine) for i, s in enumerate(self.layout.slots)
         ]
+        self.empty = [entry for entry in self.entries if not entry.slot.numel]
         self.whole_master, self.resident = spec.whole_master, spec.resident
-        # This rank's addresses: its part among all ranks, its part among the ranks of its group
-        # (the same without groups), and what its optimizer owns
-        self.interval, self.shard, self.owned = spec.interval, spec.shard, spec.owned
+        # This rank's addresses: its part among the ranks of its group, and what its optimizer owns
+        self.shard, self.owned = spec.shard, spec.owned
         # What each rank multiplies its own gradient with, and whether the sums are divided by the
         # ranks that they were made of; see [Note: the mean over ranks] in runtime/hops.py
         self.scales_late = dtypes.wire != dtypes.sums
@@ -281,7 +281,6 @@ class Flat:
         self.grad: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
         self.filled: set[int] = set()  # the numbers of the entries whose gradient is in `grad`
-        self.pieces: list[torch.Tensor] = []  # see `views`
         self.swapped_in = False  # modules see the whole parameters: their unit is in a pass
         self.hooked = False  # the trainable entries have their gradient hooks
         self.awaited: frozenset[int] = frozenset()  # the numbers of the trainable entries
@@ -303,7 +302,7 @@ class Flat:
         """Optimizers of several ranks (`holders`) step the same elements, of which each rank
         accounts for an interval.
         """
-        return self.owned != self.interval
+        return self.owned != self.spec.interval
 
     @property
     def holders(self) -> Group:
@@ -318,24 +317,26 @@ class Flat:
         if self.resident:
             self.full = torch.empty(self.layout.numel, dtype=self.dtypes.compute, device=device)
         self.master = self.storage.build(device)
-        first = self.storage.landing(device)
+        there = self.storage.in_place and self.master.device.type == device.type
+        first = self.master if there else torch.empty_like(self.master, device=device)
         fill(first)
         self.gather.build(device)
         for entry in self.entries:
-            self._bind(entry, device)
+            # `compute` points at this while nothing is gathered: the right sizes and strides,
+            # without memory
+            entry.released = torch.empty(entry.slot.shape, dtype=self.dtypes.compute, device=device)
+            entry.released.untyped_storage().resize_(0)
+        for entry, own in zip(self.entries, self.own(self.master), strict=True):
+            self._bind(entry, own)
         if not self.storage.in_place:
             self.master.untyped_storage().resize_(0)
         self.storage.store(first)
         if self.full is not None:
             self.point_at(self.full)
 
-    def _bind(self, entry: Entry, device: torch.device) -> None:
+    def _bind(self, entry: Entry, data: torch.Tensor) -> None:
+        """Lay out one parameter, over `data`."""
         slot, old = entry.slot, entry.param
-        # `compute` points at this while nothing is gathered: the right sizes and strides, without
-        # memory.
-        entry.released = torch.empty(slot.shape, dtype=self.dtypes.compute, device=device)
-        entry.released.untyped_storage().resize_(0)
-        data = self.shaped(self.master[entry.here], entry)
         entry.active = old.requires_grad
         if isinstance(old, ShardedParameter):
             raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
@@ -381,7 +382,7 @@ class Flat:
             if hasattr(entry, "info"):  # it was laid out
                 entry.info.entry = lambda: None
         self.entries.clear()
-        self.pieces.clear()
+        self.empty.clear()
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -390,25 +391,29 @@ class Flat:
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
     @cached_property
-    def _cuts(self) -> list[int]:
-        """The elements before each entry and its own, among those that this rank owns."""
-        cuts, end = list[int](), 0
-        for here in (entry.here for entry in self.entries):
-            numel = here.stop - here.start
-            start = here.start if numel else end
-            cuts += [start - end, numel]
-            end = start + numel
-        return [*cuts, self.owned[1] - self.owned[0] - end]
+    def _own(self) -> tuple[list[int], list[int]]:
+        """See `cut`: the elements of each entry among those that this rank owns."""
+        return cut([(e.here.start, e.here.stop) for e in self.entries], self.spec.own)
 
-    def split(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return the elements of each entry in `part`, [owned]. One call makes all of them."""
-        return part.split_with_sizes(self._cuts)[1::2]
+    @cached_property
+    def _whole(self) -> tuple[list[torch.Tensor], list[int]]:
+        """The same of the whole buffer, in place of sizes tensors of the logical shapes."""
+        sizes, places = cut([(s.start, s.end) for s in self.layout.slots], self.layout.numel)
+        nothing = self.entries[0].released.new_empty(1)
+        pieces = [nothing.expand(size) for size in sizes]
+        for entry in self.entries:
+            pieces[places[entry.index]] = entry.released
+        return pieces, places
 
-    def shaped(self, part: torch.Tensor, entry: Entry) -> torch.Tensor:
-        """Return this rank's elements of `entry` as its optimizer sees them: in their logical shape
-        if it owns all of them, and they are all there is.
+    def own(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return this rank's elements of each entry in `part`, [owned], as its optimizer sees them:
+        in their logical shape if it owns all of them, and they are all there is.
         """
-        return part.view(entry.slot.shape) if self.whole_master and not self.in_boxes else part
+        if self.whole_master and not self.in_boxes:
+            return self.views(part)
+        sizes, places = self._own
+        pieces = part.split_with_sizes(sizes)
+        return [pieces[i] for i in places]
 
     @property
     def owners_group(self) -> Group:
@@ -446,19 +451,12 @@ class Flat:
         """Return all entries as views of a buffer over the whole address space, in their logical
         shapes. One call makes all of them.
         """
-        if not self.pieces:
-            end = 0
-            for entry in self.entries:
-                gap = entry.released.new_empty(1).expand(entry.slot.start - end)
-                self.pieces += [gap, entry.released]
-                end = entry.slot.end
-            self.pieces.append(entry.released.new_empty(1).expand(self.layout.numel - end))
-        views = torch._C._nn.unflatten_dense_tensors(buffer, self.pieces)[1::2]
-        # For a piece without elements torch returns a tensor of another shape.
-        return [
-            view if entry.slot.numel else entry.released
-            for entry, view in zip(self.entries, views, strict=True)
-        ]
+        shapes, places = self._whole
+        pieces = torch._C._nn.unflatten_dense_tensors(buffer, shapes)
+        views = [pieces[i] for i in places]
+        for entry in self.empty:  # torch returns a tensor of another shape
+            views[entry.index] = buffer.new_empty(entry.slot.shape)
+        return views
 
     def point_at(self, buffer: torch.Tensor | None) -> None:
         """Make the forward pass's parameters views of `buffer`; None leaves them without memory."""
@@ -489,7 +487,8 @@ class Flat:
     # -- trainable parts ---------------------------------------------------------------------------
 
     def follow_trainable(self, waiting: bool) -> None:
-        """Follow `requires_grad` as the user has set it on the parameters.
+        """Follow `requires_grad` as the user has set it on the parameters, and hook the gradients of
+        those that train.
 
         `waiting`: gradients of earlier micro-batches wait for the boundary. Those of parameters that
         were trainable then are sent too, even if the parameters are frozen now.
@@ -504,6 +503,10 @@ class Flat:
                 set_requires_grad(entry.compute, wanted)
         self.lingering = waiting and (self.lingering or froze)
         if not self.hooked:
+            self.hooked = True
+            for entry in self.entries:
+                if entry.active and entry.arrival is None:
+                    hook_gradient(entry)
             self.awaited = frozenset(e.number for e in self.entries if e.active)
             flags = bytes(e.active for e in self.entries)
             self.trained = None if all(flags) else (sum(flags), zlib.crc32(flags))
@@ -517,6 +520,20 @@ class Flat:
     def waits(self) -> bool:
         """Whether gradients wait for the boundary."""
         return self.grad is not None or self.held is not None
+
+
+def cut(bounds: Iterable[tuple[int, int]], numel: int) -> tuple[list[int], list[int]]:
+    """Return the sizes of neighbouring pieces of `numel` elements, and which of them are those of
+    `bounds`, in ascending order. The others are what lies between.
+    """
+    sizes, places, end = list[int](), list[int](), 0
+    for start, stop in bounds:
+        if end < start < stop:
+            sizes.append(start - end)
+        places.append(len(sizes))
+        sizes.append(stop - start)
+        end = stop if start < stop else end
+    return [*sizes, numel - end], places
 
 
 # -- a unit ------------------------------------------------------------------------------------------
@@ -592,6 +609,8 @@ class Unit:
 
     def __init__(self, name: str, index: int, module: nn.Module, flats: list[Flat]) -> None:
         self.name, self.path, self.index, self.flats = name or "(root)", name, index, flats
+        for entry in self.entries:
+            entry.unit = self
         self.module = weakref.ref(module)
         self.resident = all(flat.resident for flat in flats)
         # The backward pass of an embedding reads no parameter

@@ -219,11 +219,6 @@ class Order:
         self.used, self.at = there + 1, max(self.at, there + 1)
         return ahead, others
 
-    def rest(self) -> list[Unit]:
-        """Walk to the end, and return the units that come until then."""
-        rest, self.at = self.walk[self.at :], len(self.walk)
-        return rest
-
     def learn(self, others: Sequence[Unit]) -> None:
         """Take what this rank has seen, as all ranks have, for the order of the next passes. Those of
         `others` that were not seen come behind their predecessors there: a later pass may use them.
@@ -431,7 +426,8 @@ class Gatherer:
 
     def join_rest(self, order: Order) -> None:
         """At the end of a pass, join the gathers that other ranks may have launched."""
-        for unit in order.rest():
+        rest, order.at = order.walk[order.at :], len(order.walk)
+        for unit in rest:
             self.join(unit)
 
     def end_backward(self) -> None:
@@ -472,7 +468,9 @@ class Gatherer:
 
     def acquire(self, unit: Unit, backward: bool) -> None:
         """Gather the unit and wait for it; launch the gathers of the units that come next."""
-        if unit.resident or unit.used:
+        if unit.used:
+            return
+        if unit.resident:
             self.wait(unit)
             return
         order = self.backward if backward else self.forward

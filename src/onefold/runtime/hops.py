@@ -62,7 +62,7 @@ from onefold.comm import Chain, CollectiveContext, Group, Pending
 from onefold.comm.group import Parts
 from onefold.device import current_stream, use_stream
 from onefold.layout import Adds
-from onefold.memory import GRADIENTS, REDUCTION, nbytes_of, storage_of
+from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -369,8 +369,8 @@ def add_up(
 
     Args:
         parts: one [n] for each rank, in rank order, in any floating-point dtypes.
-        out: [n], contiguous, on the device of `parts`. It may be one of them, if that has its dtype;
-            it must not overlap them otherwise.
+        out: [n], contiguous, on the device of `parts`. It may be one of them; it must not overlap
+            them otherwise.
         scale: the sum is multiplied by it, as by `Tensor.mul_`.
         round_to: the scaled sum is rounded to this dtype before it is converted to that of `out`;
             None: it is not.
@@ -380,7 +380,7 @@ def add_up(
         round_to = None  # it can hold every value of `dtype`
     # If `out` is one of these, it would be overwritten before that is read
     later, n = parts[2 if parts[0].dtype == dtype else 1 :], out.numel()
-    apart = out.dtype != dtype or any(_place(part) == _place(out) for part in later)
+    apart = out.dtype != dtype or any(part is out for part in later)
     slab = min(n, CPU_SLAB) if out.device.type == "cpu" else n
     room = torch.empty_like(out[:slab], dtype=dtype) if apart else None
     whole = (out, *parts)
@@ -399,8 +399,3 @@ def add_up(
             sums = sums.to(round_to)
         if sums is not piece:
             piece.copy_(sums)
-
-
-def _place(t: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor begins. Fake tensors have no address."""
-    return storage_of(t), int(t.storage_offset())

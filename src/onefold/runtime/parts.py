@@ -58,7 +58,6 @@ from onefold.recipe.moments import BLOCK
 from onefold.runtime.boxes import Box
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.storage import OnDisk, in_memory
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -133,14 +132,8 @@ class HeldParts(ABC):
         return entry.accounted(position)
 
     @abstractmethod
-    def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
-        """Return where the elements are: [y - x], in memory or on disk. A packed state has items
-        that stand for some elements each.
-        """
-
     def values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
-        """Return the elements, [y - x], on any device."""
-        return in_memory(self.place(entry, key, x, y))
+        """Return the elements, [y - x], on any device: a view of them where they are in memory."""
 
     def read(self, item: StateItem, x: int, y: int) -> torch.Tensor:
         """Return the elements, [y - x], in the item's dtype on any device."""
@@ -155,8 +148,8 @@ class HeldParts(ABC):
 
 
 class MasterParts(HeldParts):
-    """The master weights, wherever they are stored. Callers of `write` and `target` wait for copies
-    of masters first (`Engine.about_to_write`), and call `Engine.make_stale` after `finish`.
+    """The master weights, wherever they are stored. Callers of `write` wait for copies of masters
+    first (`Engine.about_to_write`), and call `Engine.make_stale` after `finish`.
 
     One flat buffer is open at a time, decoded if its masters are stored encoded. Neighbouring items
     of a flat buffer therefore decode it once, and encode it once.
@@ -172,10 +165,10 @@ class MasterParts(HeldParts):
             self._flat, self._values = building
         self._written = False
 
-    def place(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor | OnDisk:
+    def values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
         here = self.here(entry, x, y)
         # A view of the parameter, whose version counter tells of the user's writes
-        return entry.flat.storage.elements(entry, "", entry.param, x, y) if here is None else here
+        return entry.flat.storage.read(entry, "", entry.param, x, y) if here is None else here
 
     def write(self, item: StateItem, x: int, y: int, values: torch.Tensor) -> None:
         entry = item.entry
@@ -183,16 +176,7 @@ class MasterParts(HeldParts):
         if here is not None:
             here.copy_(values)
         else:  # in place: a backward pass over the old values of an unsharded parameter must raise
-            entry.flat.storage.overwrite(entry, "", entry.param, x, y, values)
-
-    def target(self, entry: Entry) -> torch.Tensor | OnDisk:
-        """Return where this rank's masters of `entry` are, to be overwritten before `finish`."""
-        place, self._written = self.place(entry, "", *entry.owned()), True
-        if not entry.flat.storage.in_place:
-            return place
-        torch.autograd.graph.increment_version(entry.param)
-        # Memory that is not contiguous has no such view
-        return entry.param.data if entry.flat.unsharded else place
+            entry.flat.storage.write(entry, "", entry.param, x, y, values)
 
     def finish(self) -> None:
         flat, values, written = self._flat, self._values, self._written
@@ -209,7 +193,7 @@ class MasterParts(HeldParts):
         if flat is not self._flat:
             self.finish()
             self._flat = flat
-            self._values = flat.storage.load() if flat.spec.stored else None
+            self._values = flat.storage.decoded()
         return None if self._values is None else self._values[entry.among_owned((x, y))]
 
 
@@ -342,16 +326,6 @@ def whole_masters(engine: Engine, flat: Flat, dtype: torch.dtype | None = None) 
             context = engine.state_context(flat.unit_name)
             flat.owners_group.all_gather(full, context, flat.index).wait()
     return full
-
-
-def rewrite_masters(engine: Engine, flat: Flat, full: torch.Tensor) -> None:
-    """Replace the masters of every rank by `full`, [numel], of the first of its holders: the reverse
-    of `whole_masters`. Collective.
-    """
-    parts = MasterParts()
-    for item in master_items(flat.entries):
-        within_holders(engine, parts, item, flat.view(full, item.entry))
-    parts.finish()
 
 
 def tell_all(engine: Engine, call: str, value: Any) -> list[Any]:

@@ -152,7 +152,6 @@ class Passes:
             return None
         unit, outermost, graph = this.unit, this.outermost, self._graph
         with disable_torch_function():
-            self.engine.computed(this.unit.name, self.engine.phase, this.began)
             self._no_longer_uses(this)
             if outermost:
                 output = copied_out(output, self.gather.by_storage)
@@ -256,7 +255,7 @@ class Passes:
         # A pass without gradients in between (a reference pass with adapters off) must not change
         # what the open graphs rely on
         if graded or not engine.graphs:
-            self.reduce.follow_trainable()
+            self.reduce.follow_trainable(engine.flats)
         if graded and not engine.graphs:
             for unit in self.units:
                 unit.calls = 0
@@ -381,7 +380,8 @@ class Passes:
         with disable_torch_function(), torch.no_grad():
             used = False
             if not engine.differentiating:
-                reduce.collect()
+                for unit in self.units:  # some of their gradients did not come
+                    reduce.store(unit)
                 self.gather.join_rest(self.gather.backward)
                 used = bool(reduce.used)
                 if used and not engine.deferring:

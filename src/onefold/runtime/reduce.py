@@ -33,10 +33,8 @@ are in flat buffers of their own.)
 
 from __future__ import annotations
 
-import time
-import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,16 +45,10 @@ from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, TierError, nbytes
 from onefold.recipe import Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime.boxes import local_of
-from onefold.runtime.differentiate import keep_hooks_from_compiler
 from onefold.runtime.flat import Entry, Flat, Unit
 from onefold.runtime.gather import Order
 from onefold.runtime.hops import Hop, UnderWay, broadcast_back, drop, landed
-from onefold.runtime.parameters.interval import (
-    ShardedParameterError,
-    disable_torch_function,
-    get_grad,
-    set_grad,
-)
+from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 
 if TYPE_CHECKING:
     from onefold.comm import Pending
@@ -76,7 +68,7 @@ class Reduction:
     Attributes:
         used: the numbers of the entries that got a gradient here. left: those whose sums are not
             handed over.
-        at: the index of the hop. under_way: that hop.
+        hop: the one that it is on. under_way: that hop, launched.
         total: the sums of the last hop, over what this rank owns. down: they have left the device.
         kept: some `.grad` is a view of them, or may become one.
         gathering: the exchange of sums with the other ranks that hold them too.
@@ -86,16 +78,12 @@ class Reduction:
     flat: Flat
     used: set[int]
     left: list[Entry]
-    at: int = 0
-    under_way: UnderWay | None = None
+    hop: Hop
+    under_way: UnderWay = field(init=False)
     total: torch.Tensor | None = None
     gathering: Pending | None = None
     down: bool = False
     kept: bool = False
-
-    @property
-    def hop(self) -> Hop:
-        return self.flat.hops[self.at]
 
     @property
     def is_last(self) -> bool:
@@ -129,7 +117,6 @@ class Reducer:
         self.held: set[int] = set()
         self.summed: list[Reduction] = []
         self.used: set[int] = set()
-        self.since = 0.0  # when the backward pass began, or a unit's last gradient came
         # Of a mesh along which some ranks have the same data
         self.marks: Marks | None = None
 
@@ -137,7 +124,7 @@ class Reducer:
 
     def begin_backward(self) -> None:
         self.order.begin(self.order.units)
-        self.used, self.since = set(), time.perf_counter()
+        self.used = set()
         if self.marks is not None:
             self.marks.begin_backward()
         for unit in self.units:
@@ -162,19 +149,17 @@ class Reducer:
         unit.gradients.discard(entry.number)
         if not unit.gradients or unit.aside_bytes > self.aside:
             with disable_torch_function(), torch.no_grad():
-                self._store(unit)
+                self.store(unit)
                 if unit.gradients:
                     return
                 if not unit.launched:
                     unit.ready = True
                     self.order.seen.append(unit)
-                    engine.computed(unit.name, "backward", self.since)
-                    self.since = time.perf_counter()
                     if not engine.deferring:
                         self._advance()
                 self.gather.maybe_release(unit)
 
-    def _store(self, unit: Unit) -> None:
+    def store(self, unit: Unit) -> None:
         """Move the gradients that wait on whole parameters into the unit's buffers, scaled for the
         mean.
         """
@@ -236,12 +221,6 @@ class Reducer:
         if scale != 1:
             buffer.mul_(scale) if everything else torch._foreach_mul_(views, scale)
 
-    def collect(self) -> None:
-        """At the end of a backward pass, store the gradients of units of which some did not come."""
-        for unit in self.units:
-            if unit.aside:
-                self._store(unit)
-
     def passed_over(self, units: list[Unit]) -> None:
         """Let units that the backward pass went past without using them take part with zeros now:
         other ranks may wait for them.
@@ -293,8 +272,7 @@ class Reducer:
                 self._land(self.on_next_hop.pop(0))
 
     def _launch(self, unit: Unit) -> None:
-        if unit.aside:
-            self._store(unit)
+        self.store(unit)
         if self.group.run_ahead is not None:
             self.group.run_ahead.comes(unit.index, "backward")
         unit.launched = True
@@ -309,7 +287,7 @@ class Reducer:
             for entry in flat.entries:
                 if entry.number not in used:
                     flat.view(buffer, entry).zero_()
-            r = Reduction(unit, flat, used, flat.entries)
+            r = Reduction(unit, flat, used, flat.entries, flat.hops[0])
             self._start(r, buffer)
             self.under_way.append(r)
 
@@ -324,9 +302,7 @@ class Reducer:
         """Wait for the parts and add them up in rank order. Then start the next hop, or hand over
         the sums that can be handed over.
         """
-        hop, r.under_way, flat = r.under_way, None, r.flat
-        assert hop is not None
-        total = landed(hop)
+        flat, total = r.flat, landed(r.under_way)
         if not r.is_last:
             held, flat.held = flat.held, None
             if held is not None:  # what the group has of earlier micro-batches, [Note: held sums]
@@ -337,7 +313,7 @@ class Reducer:
                 flat.held.copy_(total)
                 self.pool.give(total)
                 return
-            r.at += 1
+            r.hop = flat.hops[-1]
             self._start(r, total)
             self.on_next_hop.append(r)
             return
@@ -356,13 +332,14 @@ class Reducer:
         """Give the sums of the entries `used` to the optimizer's parameters: set `.grad`, or add to
         it, as autograd does.
         """
-        flat, storage, ledger = r.flat, r.flat.storage, self._ledger(r.flat)
+        flat, storage = r.flat, r.flat.storage
+        ledger, early = self._ledgers[storage.gradient_tier], self.stepper.early
         meant = [e for e in r.left if e.number in used]
         r.left = [e for e in r.left if e.number not in used]
         mine = [e for e in meant if not e.elsewhere]
         for entry in meant if len(mine) < len(meant) else ():
             entry.graded_elsewhere = entry.graded_elsewhere or entry.elsewhere
-        in_backward = self.stepper.early.takes(flat, meant)
+        in_backward = early.takes(flat, meant)
         assert r.total is not None
         if not r.down and ledger is not self.memory:
             r.down = True
@@ -372,38 +349,38 @@ class Reducer:
             if r.total is not None:
                 ledger.add(GRADIENTS, nbytes_of(r.total))
         if r.total is not None:
-            self._give(r, r.total, mine, to_disk=not in_backward)
+            if in_backward or not self._on_disk(r, r.total, mine):
+                self._give(r, r.total, mine, ledger)
             if not (r.kept or r.waits) and (storage.offloaded or r.gathering is None):
                 ledger.add(GRADIENTS, -nbytes_of(r.total))  # they were added, or copied
         if in_backward:
-            self.stepper.early.landed(flat)
+            early.landed(flat)
 
-    def _give(self, r: Reduction, total: torch.Tensor, entries: list[Entry], to_disk: bool) -> None:
-        flat, storage, dtype = r.flat, r.flat.storage, r.flat.dtypes.master
+    def _on_disk(self, r: Reduction, total: torch.Tensor, entries: list[Entry]) -> bool:
+        """Add the sums to gradients on disk, if these are stored there."""
         try:
-            if to_disk and storage.take_gradient(total, entries):
-                return
+            return r.flat.storage.take_gradient(total, entries)
         except TierError as error:
             # The other ranks wait for this one: all raise before the optimizer steps
             self.engine.failed(error)
-            return
-        before = [get_grad(entry.param) for entry in entries]
-        if total.dtype != dtype and None in before:  # one cast, not one a parameter
-            narrow, ledger = total, self._ledger(flat)
-            total = r.total = narrow.to(dtype)
-            ledger.add(GRADIENTS, nbytes_of(total))
-            ledger.add(GRADIENTS, -nbytes_of(narrow))
-        parts = flat.split(total)
-        for entry, there in zip(entries, before, strict=True):
-            grad = flat.shaped(parts[entry.index], entry)
-            if there is not None:
-                there.add_(grad)
-            else:
-                set_grad(entry.param, grad)
-                r.kept = True
+            return True
 
-    def _ledger(self, flat: Flat) -> MemoryLedger:
-        return self._ledgers[flat.storage.gradient_tier]
+    def _give(
+        self, r: Reduction, total: torch.Tensor, entries: list[Entry], ledger: MemoryLedger
+    ) -> None:
+        before = [get_grad(entry.param) for entry in entries]
+        if total.dtype != r.flat.dtypes.master and None in before:  # one cast, not one a parameter
+            r.total = total.to(r.flat.dtypes.master)
+            ledger.add(GRADIENTS, nbytes_of(r.total))
+            ledger.add(GRADIENTS, -nbytes_of(total))
+            total = r.total
+        own = r.flat.own(total)
+        for entry, there in zip(entries, before, strict=True):
+            if there is not None:
+                there.add_(own[entry.index])
+            else:
+                set_grad(entry.param, own[entry.index])
+                r.kept = True
 
     def finish(self, used_anywhere: set[int]) -> None:
         """Land everything and hand over the gradients of what any rank used."""
@@ -454,8 +431,7 @@ class Reducer:
         if self.marks is not None:
             self.marks.forget()
         for r in (*self.under_way, *self.on_next_hop):
-            if r.under_way is not None:
-                drop(r.under_way)
+            drop(r.under_way)
         if self.group.broken is None:
             for r in self.summed:
                 if r.gathering is not None:
@@ -466,7 +442,6 @@ class Reducer:
         self.held.clear()
         for unit in self.units:
             unit.gradients = set()
-            unit.ready = unit.launched = unit.late = False
             unit.aside, unit.aside_bytes = [], 0
             for flat in unit.flats:
                 flat.filled = set()
@@ -532,7 +507,7 @@ class Reducer:
         # In a backward pass buffers change owners: only the ledger's own count is right
         if self.engine.backward_open:
             return self._ledgers[tier].held(GRADIENTS)
-        flats = [flat for unit in self.units for flat in unit.flats]
+        flats = self.engine.flats
         here = [flat for flat in flats if flat.storage.gradient_tier is tier]
         with disable_torch_function():
             reduced = sum(unique_bytes([get_grad(e.param) for f in here for e in f.entries]))
@@ -543,28 +518,11 @@ class Reducer:
 
     # -- which parameters train ----------------------------------------------------------------------
 
-    def follow_trainable(self) -> None:
-        """Follow `requires_grad` as the user has set it, and hook the gradients of trainable
-        parameters.
-        """
-        for unit in self.units:
-            self.follow_trainable_of(unit)
-
-    def follow_trainable_of(self, unit: Unit) -> None:
-        for flat in unit.flats:
-            if flat.unsharded:
-                continue
-            flat.follow_trainable(self.engine.pending)
-            if flat.hooked:
-                continue
-            flat.hooked = True
-            for entry in flat.entries:
-                if entry.active and entry.arrival is None:
-                    # Its own method would register on the optimizer's object (`Whole`)
-                    entry.arrival = torch.Tensor.register_post_accumulate_grad_hook(
-                        entry.compute, _arrival(weakref.ref(self), weakref.ref(entry))
-                    )
-                    refuse_gradients(entry)
+    def follow_trainable(self, flats: Iterable[Flat]) -> None:
+        """Follow `requires_grad` as the user has set it."""
+        for flat in flats:
+            if not flat.unsharded:
+                flat.follow_trainable(self.engine.pending)
 
 
 # -- when a reduction is due -----------------------------------------------------------------------
@@ -595,7 +553,7 @@ def are_large(flying: Sequence[Any]) -> bool:
     return bool(flying[0].unit != flying[-1].unit) and newest > SMALL_TRAFFIC
 
 
-# -- memory, and hooks of gradients -----------------------------------------------------------------
+# -- memory ------------------------------------------------------------------------------------------
 
 
 def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
@@ -606,43 +564,3 @@ def unique_bytes(tensors: Iterable[torch.Tensor | None]) -> Iterator[int]:
             if t is not None and (storage := t.untyped_storage())._cdata not in seen:
                 seen.add(storage._cdata)
                 yield storage.nbytes()
-
-
-def refuse_gradients(entry: Entry) -> None:
-    """Let a backward pass raise that accumulates a gradient into the optimizer's parameter itself.
-
-    Autograd knows the whole parameter. It comes to the other one only if code has given that to an
-    autograd Function or the like, which computes with a tensor's memory: with this rank's elements
-    at most. Nothing would reduce that gradient.
-    """
-    known = weakref.ref(entry)
-
-    def refuse(_: Any) -> None:
-        if (
-            (e := known()) is not None
-            and e.engine() is not None
-            and getattr(e.param, "_onefold_faced", False)
-        ):
-            raise ShardedParameterError(
-                f"parameter {e.slot.name!r} was given to an autograd Function, or to other code that"
-                " computes with a tensor's memory: its gradient would not be reduced. In the forward"
-                " pass read it as an attribute of its module (`module.weight`), which is the whole"
-                " there; elsewhere give the code `parameter.clone()`."
-            )
-
-    with disable_torch_function(), torch.enable_grad():
-        # The parameter refers to this node weakly: the entry keeps it
-        entry.accumulates = torch.autograd.graph.get_gradient_edge(entry.param).node
-        entry.accumulates.register_prehook(refuse)
-
-
-def _arrival(reduce: weakref.ref[Reducer], entry: weakref.ref[Entry]) -> Any:
-    def hook(_: torch.Tensor) -> None:
-        if (r := reduce()) is not None and (e := entry()) is not None and not r.engine.closed:
-            r.arrived(e)
-
-    return hook
-
-
-for _function in (refuse_gradients, _arrival):
-    keep_hooks_from_compiler(_function)

@@ -81,7 +81,9 @@ class Handle:
             alone = gather.gather_alone(unit)
         full = self.flat.full
         assert full is not None
-        out = full.as_strided(self.size, self.stride, self.offset).to(self.dtype)
+        out = full.as_strided(self.size, self.stride, self.offset)
+        if out.dtype != self.dtype:
+            out = out.to(self.dtype)
         if not self.stays:
             out = out.clone()
         if alone:

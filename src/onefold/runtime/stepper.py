@@ -316,8 +316,8 @@ def _bring_steps(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
 #
 # [Note: the user's own objects] Where a step sees a piece of a parameter, or all of one that is divided,
 # the parameter object is the user's own, with other data, gradient and state for that time. So its
-# attributes hold there, and whatever code keeps by it: tables, sets, `id(p)`, closures. If there are
-# several pieces, each begins with the same numbers, and those of the last one stay.
+# attributes hold there, and whatever code keeps by it: tables, sets, `id(p)`, closures. An update of
+# several pieces may read that, and write to `state[p]` alone.
 
 
 def groups_of(optimizer: Optimizer) -> dict[int, int]:
@@ -452,75 +452,46 @@ def kept_by(optimizer: Optimizer, param: Any) -> Iterator[tuple[str, dict[Any, A
                 yield name, table, [key]
 
 
-def _begin_again(optimizer: Optimizer, part: Part) -> None:
-    """Let a part begin with what code keeps by its parameter as its first part did.
-
-    Raises:
-        ValueError: there is a tensor of the part's size, which is that of another part.
-    """
-    found = [(n, t, {k: t[k] for k in keys}) for n, t, keys in kept_by(optimizer, part.param)]
-    numbers = {name: own_numbers(values) for name, _, values in found}
-    if part.first:
-        part.param.__dict__["_onefold_numbers"] = numbers
-        return
-    before: dict[str, Any] = part.param.__dict__.get("_onefold_numbers", {})
-    for name, table, values in found:
-        if any(_is_like(value, part.data) for value in values.values()):
-            raise ValueError(
-                f"{type(optimizer).__name__} keeps a tensor for each parameter in"
-                f" {f'self.{name}' if name else 'an attribute of it'}, and steps this parameter in"
-                " pieces: keep it in self.state[p], of which each piece has its own."
-            )
-        for key in numbers[name]:
-            del table[key]
-        table.update(own_numbers(before.get(name, {})))
-
-
-def _is_like(value: Any, data: torch.Tensor) -> bool:
-    return isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape == data.shape
+def _kept(optimizer: Optimizer, param: Any) -> dict[Any, Any]:
+    """Return what tells whether what code keeps by this parameter is still the same."""
+    every = {(n, key): table[key] for n, table, keys in kept_by(optimizer, param) for key in keys}
+    tensors = {k: (id(v), v._version) for k, v in every.items() if isinstance(v, torch.Tensor)}
+    return own_numbers(every) | tensors
 
 
 def _count_apart(optimizer: Optimizer, groups: Mapping[int, int]) -> None:
     """Until `undo` the optimizer counts with copies: in its attributes, and in states that are no
     parameter's. Then it has the numbers again that it had before.
     """
-    attributes, state = optimizer.__dict__, optimizer.state
-    own, others = own_attributes(optimizer), _states_of_its_own(state)
+    state: Any = optimizer.state  # without what shows states to the user's code
+
+    def tables() -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        own = {key: v for key, v in dict.items(state) if not isinstance(key, torch.Tensor)}
+        return [(optimizer.__dict__, own_attributes(optimizer)), (state, own)]
+
+    def numbers(values: Mapping[Any, Any]) -> dict[Any, Any]:
+        return own_numbers({key: v for key, v in values.items() if not _by_id(v, groups)})
+
+    before = tables()
 
     def count_as_before() -> None:
-        for name, value in own_attributes(optimizer).items():
-            if not _counts(value) or _by_id(value, groups):
-                continue  # it keeps more than numbers of its own there by now
-            if name in own:
-                attributes[name] = own[name]
-            else:
-                del attributes[name]
-        for key, value in _states_of_its_own(state).items():
-            if not _counts(value):
-                continue
-            if key in others:
-                dict.__setitem__(state, key, others[key])
-            else:
-                dict.__delitem__(state, key)
+        for (table, had), (_, has) in zip(before, tables(), strict=True):
+            for key in numbers(has):  # what is more than numbers by now stays
+                if key in had:
+                    dict.__setitem__(table, key, had[key])
+                else:
+                    dict.__delitem__(table, key)
 
     note(count_as_before)
-    attributes.update(
-        own_numbers({name: value for name, value in own.items() if not _by_id(value, groups)})
-    )
-    for key, value in own_numbers(others).items():
-        dict.__setitem__(state, key, value)
+    for table, had in before:
+        for key, value in numbers(had).items():
+            dict.__setitem__(table, key, value)
 
 
 def _by_id(value: Any, groups: Mapping[int, int]) -> bool:
     """Whether it is a table by the ids of parameters."""
     first = next(iter(value), None) if isinstance(value, dict) else None
     return isinstance(first, int) and first in groups
-
-
-def _states_of_its_own(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the states that are no parameter's."""
-    some: Any = state  # without what shows states to the user's code
-    return {k: v for k, v in dict.items(some) if not isinstance(k, torch.Tensor)}
 
 
 @contextlib.contextmanager
@@ -564,14 +535,14 @@ class Part:
     Attributes:
         data, state: those after the step, once it is made. state: None if there is none.
         grad: of the shape of `data`. Dropped by the step.
-        first: it is the first of several parts that are stepped one by one; None: the only one.
+        piece: there are other parts of its parameter.
     """
 
     param: Any
     data: torch.Tensor
     grad: torch.Tensor | None
     state: dict[Any, Any] | None
-    first: bool | None = None
+    piece: bool = False
 
 
 def give(
@@ -593,13 +564,15 @@ def step_parts(
     device: torch.device | None = None,
     update: Callable[[Optimizer], None] = raw_step,
 ) -> None:
-    """Step `parts`, of different parameters, with the optimizer's own update. `device`: see `only`."""
+    """Step `parts`, of different parameters, with the optimizer's own update. `device`: see `only`.
+
+    Raises:
+        ValueError: the update has written to what it keeps by the parameter of a piece.
+    """
     # Torch has fast implementations for plain classes. On the host a thread may make the step, and
     # other code goes on seeing the shape of the whole
     plain = [part.param for part in parts if part.data.device.type != "cpu"]
-    for part in parts:
-        if part.first is not None:
-            _begin_again(optimizer, part)
+    kept = {part.param: _kept(optimizer, part.param) for part in parts if part.piece}
     state, noted = optimizer.state, len(raw.notes)
     try:
         note(face, plain)
@@ -615,5 +588,11 @@ def step_parts(
                 for part in parts:
                     part.data, part.state = part.param.data, state.get(part.param)
                     part.grad = None
+            if any(_kept(optimizer, param) != before for param, before in kept.items()):
+                raise ValueError(
+                    f"{type(optimizer).__name__} writes to what it keeps for each parameter beside"
+                    " self.state, and steps a parameter in pieces: keep it in self.state[p], of which"
+                    " each piece has its own."
+                )
     finally:
         undo(noted)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +13,6 @@ from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of, items_of, packed
 
 if TYPE_CHECKING:
-    from onefold.offload.nvme_storage import NvmeStorage
     from onefold.runtime.flat import Entry, Flat
 
 
@@ -68,19 +66,9 @@ class Storage(ABC):
 
     # -- masters -----------------------------------------------------------------------------------
 
-    def load(self) -> torch.Tensor:
-        """Return all masters, [owned], for reading: themselves, or a copy if they are not
-        `in_place`.
-        """
-        return self.flat.master
-
-    def landing(self, device: torch.device) -> torch.Tensor:
-        """Return a tensor [owned] on `device` to put new masters into before `store`: the masters
-        themselves if they are there.
-        """
-        master = self.flat.master
-        there = self.in_place and master.device.type == device.type
-        return master if there else torch.empty_like(master, device=device)
+    def decoded(self) -> torch.Tensor | None:
+        """Return a copy of all masters, [owned], if they are stored encoded."""
+        return None
 
     @abstractmethod
     def store(self, values: torch.Tensor) -> None:
@@ -103,29 +91,23 @@ class Storage(ABC):
 
     # -- elements of masters and states ------------------------------------------------------------
 
-    def elements(
-        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
-    ) -> torch.Tensor | OnDisk:
+    def read(self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int) -> torch.Tensor:
         """Return elements [x, y) of `entry`, counted from its first, or the items of a state that
-        stand for them. This rank must hold them.
+        stand for them: a view of `value`, or new host memory if they are on a disk. This rank must
+        hold them.
 
         Args:
             key: of the optimizer's state; "" for the masters.
-            value: the optimizer's parameter, or its state. If it is in memory, a view of it is
-                returned.
+            value: the optimizer's parameter, or its state.
         """
         return value.detach().reshape(-1)[_items(entry, key, x, y)]
 
-    def overwrite(
+    def write(
         self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int, new: torch.Tensor
     ) -> None:
         """Overwrite elements [x, y) by `new`, [y - x] or one for each item that stands for them.
-        See `elements`.
+        See `read`.
         """
-        place = self.elements(entry, key, value, x, y)
-        if isinstance(place, OnDisk):
-            place.copy_(new)
-            return
         row = value.detach().reshape(-1)
         row[_items(entry, key, x, y)].copy_(new)
         if not value.is_contiguous():  # `row` is a copy
@@ -222,7 +204,7 @@ class DeviceStorage(Storage):
         return torch.empty(self.numel, dtype=flat.dtypes.master, device=device)
 
     def store(self, values: torch.Tensor) -> None:
-        assert values is self.flat.master  # `landing` has given them
+        assert values is self.flat.master
 
     def refuse_training(self, entry: Entry) -> None:
         spec, dtype = self.flat.spec, self.flat.dtypes.master
@@ -255,11 +237,6 @@ def _items(entry: Entry, key: str, x: int, y: int) -> slice:
     return slice(*items_of(x - first, y - first, grain_of(key)))
 
 
-def in_memory(place: torch.Tensor | OnDisk) -> torch.Tensor:
-    """Return the elements of `place`: the tensor itself, or what is on disk in new host memory."""
-    return place.read() if isinstance(place, OnDisk) else place
-
-
 def state_shape(entry: Entry, key: str) -> tuple[int, ...]:
     """Return the shape of what this rank holds of the state `key`."""
     shape: tuple[int, ...] = tuple(entry.param.shape)
@@ -276,36 +253,3 @@ def refuse_written(written: list[Entry]) -> None:
             " off the device or travels encoded, so that the change would be lost. Write to it after"
             " optimizer.step(), under torch.no_grad()."
         )
-
-
-# -- tensors in files ------------------------------------------------------------------------------
-#
-# Elements that are stored in files: read and written in pieces, never whole in memory.
-
-
-@dataclass(frozen=True)
-class OnDisk:
-    """Stands for a one-dimensional tensor: elements [start, stop) of the region `kind` of
-    `storage`, or items that stand for some elements each. Elements are counted from the first that
-    this rank owns.
-    """
-
-    storage: NvmeStorage
-    kind: str
-    start: int
-    stop: int
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.storage.regions[self.kind].dtype
-
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    def read(self) -> torch.Tensor:
-        """Read all elements into new host memory."""
-        return self.storage.part(self.kind, self.start, self.stop)
-
-    def copy_(self, values: torch.Tensor) -> None:
-        """Overwrite all elements."""
-        self.storage.write_part(self.kind, self.start, values.to("cpu", self.dtype))

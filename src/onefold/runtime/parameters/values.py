@@ -410,7 +410,40 @@ def on_leaf(entry: Entry, hook: Any) -> Callable[[torch.Tensor], None]:
     return call
 
 
-keep_hooks_from_compiler(on_leaf)
+def hook_gradient(entry: Entry) -> None:
+    """Let the engine know when the gradient of `entry` lies on its leaf. Let a backward pass raise that
+    accumulates a gradient into the optimizer's parameter itself.
+
+    Autograd knows the whole parameter. It comes to the other one only if code has given that to an
+    autograd Function or the like, which computes with a tensor's memory: with this rank's elements
+    at most. Nothing would reduce that gradient.
+    """
+    known = weakref.ref(entry)
+
+    def arrived(_: torch.Tensor) -> None:
+        if (e := known()) is not None and (engine := e.engine()) is not None:
+            engine.reduce.arrived(e)
+
+    def refuse(_: Any) -> None:
+        e = known()
+        if e is not None and e.engine() is not None and getattr(e.param, "_onefold_faced", False):
+            raise ShardedParameterError(
+                f"parameter {e.slot.name!r} was given to an autograd Function, or to other code that"
+                " computes with a tensor's memory: its gradient would not be reduced. In the forward"
+                " pass read it as an attribute of its module (`module.weight`), which is the whole"
+                " there; elsewhere give the code `parameter.clone()`."
+            )
+
+    # Its own method would register on the optimizer's object (`Whole`)
+    entry.arrival = _T.register_post_accumulate_grad_hook(entry.compute, arrived)
+    with disable_torch_function(), torch.enable_grad():
+        # The parameter refers to this node weakly: the entry keeps it
+        entry.accumulates = torch.autograd.graph.get_gradient_edge(entry.param).node
+        entry.accumulates.register_prehook(refuse)
+
+
+for _function in (on_leaf, hook_gradient):
+    keep_hooks_from_compiler(_function)
 
 
 # -- counts of writes ------------------------------------------------------------------------------

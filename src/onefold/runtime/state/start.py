@@ -17,7 +17,7 @@ from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
 from onefold.recipe import Recipe
 from onefold.recipe.options import bytes_of
-from onefold.recipe.rows import FLAT, GROUP, NATIVE
+from onefold.recipe.rows import FLAT, NATIVE
 from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat, Unit
@@ -27,7 +27,6 @@ from onefold.runtime.parts import (
     MasterParts,
     from_first,
     master_items,
-    rewrite_masters,
     whole_masters,
     within_holders,
 )
@@ -71,16 +70,6 @@ def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[
             f" up to {max(map(group.nodes.count, set(group.nodes)))} times the bytes between them."
             " Give reduce='ordered' for the same bits at every stage."
         )
-    rows = (recipe.parameters, recipe.gradients, recipe.optimizer)
-    travels = {
-        f"gather_codec={recipe.parameters.codec!r}": recipe.parameters.codec,
-        f"reduce_codec={recipe.gradients.codec!r}": recipe.gradients.codec,
-        "a division inside groups": any(row.over == GROUP for row in rows),
-        f"reduce={NATIVE!r}": recipe.reduce == NATIVE,
-    }
-    idle = [name for name, given in travels.items() if given]
-    if idle and engine.world_size == 1:
-        yield f"{' and '.join(idle)}: no effect on one rank, from which nothing travels."
     # Only if the user named a group: the default takes nodes as groups, or does without groups.
     if recipe.inner not in (None, FLAT) and group.topology.outer == 1 < engine.world_size:
         node = "all are on one node, by the launcher (LOCAL_WORLD_SIZE) or by their hosts"
@@ -189,6 +178,7 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         engine.refuse_changes("full_params")
     wholes: dict[Flat, torch.Tensor] = {}
     shown: dict[Entry, nn.Parameter] = {}
+    given: dict[Entry, torch.Tensor] = {}
     wrong, written = None, False
     try:
         with disable_torch_function():
@@ -204,18 +194,30 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             try:
                 yield module
             finally:
-                with disable_torch_function(), torch.no_grad():
-                    wrong = _take_over(shown, wholes) if write else None
+                with disable_torch_function():
+                    for entry, stand_in in shown.items() if write else ():
+                        given[entry] = _given(entry, stand_in)
                 written = write
-    finally:  # the model is as it was, and memory that the user gave is free: what follows needs some
+    finally:  # the model is as it was
         shown.clear()
         for flat, full in wholes.items():
             engine.memory.add(GATHERED, -full.nbytes, flat.unit_name)
         if written:
             with disable_torch_function(), torch.no_grad():
+                parts = MasterParts()
                 try:
-                    for flat, full in wholes.items():
-                        rewrite_masters(engine, flat, full)
+                    for item in master_items([*given]):
+                        new, shape = given.pop(item.entry), item.entry.slot.shape
+                        if tuple(new.shape) != shape:
+                            wrong = wrong or (
+                                f"inside full_params(write=True) parameter {item.name!r} of shape"
+                                f" {shape} was given data of shape {tuple(new.shape)}. Another shape"
+                                " is given between onefold.unshard(model) and a new shard()."
+                            )
+                            flat = item.entry.flat
+                            new = flat.view(wholes[flat], item.entry)
+                        within_holders(engine, parts, item, new)
+                    parts.finish()
                 finally:
                     engine.make_stale()
             engine.uninitialized.look()
@@ -223,31 +225,13 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         raise ValueError(wrong)
 
 
-def _take_over(
-    shown: Mapping[Entry, nn.Parameter], wholes: Mapping[Flat, torch.Tensor]
-) -> str | None:
-    """Copy whole parameters that the user has given other memory (`p.data = value`), or replaced,
-    back to the memory they had. Returns a complaint if a shape does not fit.
+def _given(entry: Entry, stand_in: nn.Parameter) -> torch.Tensor:
+    """Return what the user has put in the place of a whole parameter, or into it: with `p.data =` it
+    has other memory.
     """
-    wrong = None
-    for entry, stand_in in shown.items():
-        whole = entry.flat.view(wholes[entry.flat], entry)
-        placed = [
-            found
-            for places, attribute, _ in entry.places
-            if (found := places.get(attribute)) is not None
-        ]
-        param = local_of(next((p for p in placed if p is not stand_in), stand_in))
-        if param.data_ptr() != whole.data_ptr():
-            if param.shape == whole.shape:
-                whole.copy_(param)
-            else:
-                wrong = wrong or (
-                    f"inside full_params(write=True) parameter {entry.name!r} of shape"
-                    f" {tuple(whole.shape)} was given data of shape {tuple(param.shape)}. Another"
-                    " shape is given between onefold.unshard(model) and a new shard()."
-                )
-    return wrong
+    placed = [places.get(attribute) for places, attribute, _ in entry.places]
+    others = (p for p in placed if p is not None and p is not stand_in)
+    return local_of(next(others, stand_in)).detach()
 
 
 def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
