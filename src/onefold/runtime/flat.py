@@ -8,7 +8,7 @@ import enum
 import itertools
 import weakref
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -391,19 +391,31 @@ class Flat:
         return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
 
     @cached_property
-    def _own(self) -> tuple[list[int], list[int]]:
-        """See `cut`: the elements of each entry among those that this rank owns."""
-        return cut([(e.here.start, e.here.stop) for e in self.entries], self.spec.own)
+    def gaps(self) -> list[slice]:
+        """What lies between the entries, and behind them."""
+        slots, numel = self.layout.slots, self.layout.numel
+        ends, starts = [0, *(s.end for s in slots)], [*(s.start for s in slots), numel]
+        return [slice(a, b) for a, b in zip(ends, starts, strict=True) if a < b]
 
     @cached_property
-    def _whole(self) -> tuple[list[torch.Tensor], list[int]]:
-        """The same of the whole buffer, in place of sizes tensors of the logical shapes."""
-        sizes, places = cut([(s.start, s.end) for s in self.layout.slots], self.layout.numel)
+    def _ends(self) -> list[int]:
+        """Where the elements of each entry begin and end among those that this rank owns."""
+        return [at for entry in self.entries for at in (entry.here.start, entry.here.stop)]
+
+    @cached_property
+    def _pieces(self) -> tuple[list[torch.Tensor], list[int]]:
+        """Tensors of the shapes of all entries, and of what lies between them; and which are the
+        entries'.
+        """
+        pieces, places, end = list[torch.Tensor](), list[int](), 0
         nothing = self.entries[0].released.new_empty(1)
-        pieces = [nothing.expand(size) for size in sizes]
         for entry in self.entries:
-            pieces[places[entry.index]] = entry.released
-        return pieces, places
+            if entry.slot.start > end:
+                pieces.append(nothing.expand(entry.slot.start - end))
+            places.append(len(pieces))
+            pieces.append(entry.released)
+            end = entry.slot.end
+        return [*pieces, nothing.expand(self.layout.numel - end)], places
 
     def own(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return this rank's elements of each entry in `part`, [owned], as its optimizer sees them:
@@ -411,9 +423,7 @@ class Flat:
         """
         if self.whole_master and not self.in_boxes:
             return self.views(part)
-        sizes, places = self._own
-        pieces = part.split_with_sizes(sizes)
-        return [pieces[i] for i in places]
+        return part.tensor_split(self._ends)[1::2]
 
     @property
     def owners_group(self) -> Group:
@@ -435,8 +445,9 @@ class Flat:
     @property
     def written(self) -> int:
         """How often code has written to the masters, by torch's counters."""
-        counts = [(e.param._version, e.info.alias._version, e.info.written) for e in self.entries]
-        return sum(map(sum, counts))
+        return sum(
+            [e.param._version + e.info.alias._version + e.info.written for e in self.entries]
+        )
 
     @property
     def stale(self) -> bool:
@@ -451,9 +462,9 @@ class Flat:
         """Return all entries as views of a buffer over the whole address space, in their logical
         shapes. One call makes all of them.
         """
-        shapes, places = self._whole
-        pieces = torch._C._nn.unflatten_dense_tensors(buffer, shapes)
-        views = [pieces[i] for i in places]
+        pieces, places = self._pieces
+        every = torch._C._nn.unflatten_dense_tensors(buffer, pieces)
+        views = [every[i] for i in places]
         for entry in self.empty:  # torch returns a tensor of another shape
             views[entry.index] = buffer.new_empty(entry.slot.shape)
         return views
@@ -520,20 +531,6 @@ class Flat:
     def waits(self) -> bool:
         """Whether gradients wait for the boundary."""
         return self.grad is not None or self.held is not None
-
-
-def cut(bounds: Iterable[tuple[int, int]], numel: int) -> tuple[list[int], list[int]]:
-    """Return the sizes of neighbouring pieces of `numel` elements, and which of them are those of
-    `bounds`, in ascending order. The others are what lies between.
-    """
-    sizes, places, end = list[int](), list[int](), 0
-    for start, stop in bounds:
-        if end < start < stop:
-            sizes.append(start - end)
-        places.append(len(sizes))
-        sizes.append(stop - start)
-        end = stop if start < stop else end
-    return [*sizes, numel - end], places
 
 
 # -- a unit ------------------------------------------------------------------------------------------

@@ -211,9 +211,8 @@ class Reducer:
                 else:
                     torch.mul(grad, scale, out=view) if scale != 1 else view.copy_(grad)
             return
-        everything = len(entries) == len(flat.entries)
-        every = flat.views(buffer) if everything else ()
-        views = [every[e.index] if every else flat.view(buffer, e) for e in entries]
+        every, everything = flat.views(buffer), len(entries) == len(flat.entries)
+        views = [every[e.index] for e in entries]
         if filled:
             torch._foreach_add_(views, grads, alpha=scale)
             return
@@ -245,14 +244,8 @@ class Reducer:
         initialized.
         """
         buffer = self.pool.take(flat.layout.numel, dtype, self._category, flat.unit_name)
-        if nbytes_of(buffer) <= ASIDE:  # here each further call would cost more than the bytes
-            return buffer.zero_()
-        end = 0
-        for slot in flat.layout.slots:
-            if slot.start > end:
-                buffer[end : slot.start].zero_()
-            end = slot.end
-        buffer[end:].zero_()
+        for gap in flat.gaps:
+            buffer[gap].zero_()
         return buffer
 
     # -- the wire ----------------------------------------------------------------------------------
