@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.manifest import (
@@ -23,19 +24,28 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.source import Item, Source, Stored, read_common
 from onefold.checkpoint.tensorfile import DTYPES, TensorFile
-from onefold.checkpoint.values import decode, short
+from onefold.checkpoint.values import decode, formed
 from onefold.layout.holders import BoxInterval, whole_region
 from onefold.reading import parse_json, read_bytes
 
-#: The values of state.json that loads look into; each may be missing or null. A list stands for any
-#: number of such values, a key of `str` for any key.
-_FORM: dict[str, Any] = {
-    "optimizers": [{"groups": [{"params": [str]}]}],
-    "scalars": {str: {str: object}},
-    "extra_state": {str: object},
-    "data": dict,
-    "data_of": [int],
-}
+
+class _Group(BaseModel):
+    params: list[str]
+
+
+class _Optimizer(BaseModel):
+    groups: list[_Group]
+
+
+class _State(BaseModel):
+    """The values of state.json that loads look into; each may be missing or null."""
+
+    optimizers: list[_Optimizer] = []
+    scalars: dict[str, dict[str, Any]] = {}
+    extra_state: dict[str, Any] = {}
+    data: dict[str, Any] = {}
+    data_of: list[int] = []
+
 
 #: The most files that are open at a time.
 OPEN = 64
@@ -183,27 +193,8 @@ def state_of_text(text: bytes, where: Path) -> dict[str, Any]:
     """Parse a state.json. Raises: CheckpointError: it is none."""
     try:
         state = parse_json(text)
-    except ValueError as error:
-        raise DamagedCheckpoint(f"{where} is no JSON: {error}.") from None
-    wrong = _wrong_in(state, dict, "it")
-    there = {} if wrong else {key: value for key, value in state.items() if value is not None}
-    for key in there.keys() & _FORM.keys():
-        wrong = wrong or _wrong_in(there[key], _FORM[key], key)
-    if wrong:
-        raise DamagedCheckpoint(f"{where} is not what Onefold writes: {wrong}.")
+        there = {key: value for key, value in state.items() if value is not None}
+        formed(_State, there)
+    except (ValueError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{where} is not what Onefold writes: {error}.") from None
     return there
-
-
-def _wrong_in(value: Any, form: Any, where: str) -> str:
-    """Return in what a JSON value differs from `form` (see `_FORM`); "" if in nothing."""
-    kind: Any = form if isinstance(form, type) else type(form)
-    if not isinstance(value, kind):
-        return f"{where} is {short(value)}, expected {kind.__name__}"
-    inside: list[tuple[Any, Any, str]] = []
-    if isinstance(form, list):
-        inside = [(v, form[0], f"{where}[{i}]") for i, v in enumerate(value)]
-    elif isinstance(form, dict) and str in form:
-        inside = [(v, form[str], f"{where}[{key!r}]") for key, v in value.items()]
-    elif isinstance(form, dict):
-        inside = [(value.get(key), f, f"{where}[{key!r}]") for key, f in form.items()]
-    return next(filter(None, (_wrong_in(*each) for each in inside)), "")

@@ -30,11 +30,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.source import KINDS, Item
 from onefold.checkpoint.tensorfile import DTYPES
+from onefold.checkpoint.values import formed
 from onefold.layout.holders import BoxInterval, TensorBox, tile, whole_region
 from onefold.reading import LARGEST, parse_json, read_bytes
 from onefold.wording import readable
@@ -77,11 +80,11 @@ def path_in(folder: Path, name: str) -> Path:
     return path
 
 
-def _refuse_outside(name: Any, where: Path) -> None:
+def _refuse_outside(name: str, where: Path) -> None:
     """Check a file name in the manifest `where`.
     Raises: CheckpointError: `name` is not a plain relative path below the folder.
     """
-    plain = isinstance(name, str) and bool(name) and "\0" not in name and "\\" not in name
+    plain = bool(name) and "\0" not in name and "\\" not in name
     if not plain or name.startswith("/") or not {"..", "."}.isdisjoint(name.split("/")):
         raise CheckpointError(
             f"{where} names the file {name!r}, which is not inside the checkpoint's folder: only"
@@ -143,43 +146,6 @@ class Record:
             ],
         }
 
-    @classmethod
-    def from_json(cls, t: Mapping[str, Any], names: Sequence[str]) -> Record:
-        boxes = [TensorBox(_sizes(offset), _sizes(shape)) for offset, shape in t["boxes"]]
-        texts = [t["kind"], t["name"], t["state"], t["dtype"], *t["aliases"]]
-        if {*map(type, texts)} != {str}:
-            raise ValueError(f"{str(texts)[:60]} where texts are expected")
-        # Of ranks, or of large values in state.json
-        if t["kind"] not in KINDS or (
-            t["kind"] in ("rng", "extra") and not re.fullmatch("[0-9]{1,9}", t["name"])
-        ):
-            raise ValueError(f"a tensor is {t['kind'][:60]!r} {t['name'][:60]!r}")
-        return cls(
-            Item(*texts[:3]),
-            t["dtype"],
-            _sizes(t["shape"]),
-            tuple(
-                StoredPiece(names[n], BoxInterval(boxes[box], a, b))
-                for n, box, a, b in map(_sizes, t["pieces"])
-            ),
-            tuple(texts[4:]),
-        )
-
-
-def _expect(value: Any, kind: type) -> Any:
-    """Return `value`. Raises: ValueError: it is no `kind`."""
-    if not isinstance(value, kind) or isinstance(value, bool):
-        raise ValueError(f"{repr(value)[:60]} where {kind.__name__} is expected")
-    return value
-
-
-def _sizes(values: Any) -> tuple[int, ...]:
-    """Return a list of sizes. Raises: ValueError: it is none of 64 bits each."""
-    right = type(values) is list and len(values) <= 64 and {*map(type, values)} <= {int}
-    if right and (not values or (min(values) >= 0 and max(values) < 1 << 62)):
-        return tuple(values)
-    raise ValueError(f"{str(values)[:60]} where sizes are expected")
-
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -235,33 +201,64 @@ class Manifest:
             body = parse_json(text)
             if not isinstance(body, dict) or body.get("format") != "onefold checkpoint":
                 raise CheckpointError(f"{where} is no manifest of an Onefold checkpoint.")
-            if _expect(body["version"], int) != VERSION:
+            if body.get("version") != VERSION:
                 raise CheckpointError(
-                    f"{where} was written in version {body['version']} of the format, by Onefold"
-                    f" {_expect(body['saved_by'], dict).get('onefold', '?')}; this Onefold reads version"
-                    f" {VERSION}. Load it with that Onefold, or save it anew."
+                    f"{where} was written in version {body.get('version')} of the format, and this"
+                    f" Onefold reads version {VERSION}. Load it with the Onefold that saved it, or"
+                    " save it anew."
                 )
-            names = body["tensor_files"]
-            for name in (*names, *body["files"]):
+            said = formed(_Body, body)
+            for name in (*said.tensor_files, *said.files):
                 _refuse_outside(name, where)
-            files = {
-                name: FileRecord(
-                    _sizes([f["nbytes"]])[0], _expect(f["sha256"], str), f["tensors"] is True
-                )
-                for name, f in body["files"].items()
-            }
-            records = tuple(Record.from_json(t, names) for t in body["tensors"])
+            records = tuple(_record(t, said.tensor_files) for t in said.tensors)
             if len({record.item for record in records}) < len(records):
                 raise ValueError("a tensor is listed twice")
-            step = None if body["step"] is None else _sizes([body["step"]])[0]
-            created, saved_by = _expect(body["created"], str), _expect(body["saved_by"], dict)
-            return cls(records, files, step, created, saved_by)
+            return cls(records, said.files, said.step, said.created, said.saved_by)
         except CheckpointError:
             raise
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        except (ValueError, IndexError) as error:
             raise DamagedCheckpoint(
                 f"{where} is damaged: {type(error).__name__}: {error}."
             ) from None
+
+
+#: A size as a file of a stranger may have it: of 64 bits. Shapes have as many dimensions as torch takes.
+Size = Annotated[int, Field(strict=True, ge=0, lt=1 << 62)]
+Sizes = Annotated[tuple[Size, ...], Field(max_length=64)]
+
+
+class _Tensor(BaseModel):
+    """A tensor as `Record.to_json` writes it."""
+
+    kind: str
+    name: str
+    state: str
+    dtype: str
+    shape: Sizes
+    aliases: tuple[str, ...]
+    boxes: list[tuple[Sizes, Sizes]]
+    pieces: list[tuple[Size, Size, Size, Size]]
+
+
+class _Body(BaseModel):
+    """The manifest as `Manifest.to_text` writes it."""
+
+    created: str
+    step: Size | None
+    saved_by: dict[str, Any]
+    files: dict[str, FileRecord]
+    tensor_files: list[str]
+    tensors: list[_Tensor]
+
+
+def _record(t: _Tensor, names: Sequence[str]) -> Record:
+    # Of ranks, or of large values in state.json
+    numbered = t.kind in ("rng", "extra")
+    if t.kind not in KINDS or (numbered and not re.fullmatch("[0-9]{1,9}", t.name)):
+        raise ValueError(f"a tensor is {t.kind[:60]!r} {t.name[:60]!r}")
+    boxes = [TensorBox(*box) for box in t.boxes]
+    pieces = (StoredPiece(names[n], BoxInterval(boxes[i], a, b)) for n, i, a, b in t.pieces)
+    return Record(Item(t.kind, t.name, t.state), t.dtype, t.shape, tuple(pieces), t.aliases)
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

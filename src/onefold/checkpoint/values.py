@@ -21,10 +21,11 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from pydantic import BaseModel, ValidationError
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.tensorfile import CODES, DTYPES, bytes_of, numel_of
@@ -42,6 +43,7 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$bytes": base64.b64decode, "$dtype": _NAMED.__getitem__,
 }  # fmt: skip
 
+FormT = TypeVar("FormT", bound=BaseModel)
 Keep = Callable[[torch.Tensor], int]
 Fetch = Callable[[int], torch.Tensor]
 
@@ -141,6 +143,16 @@ def short(value: Any) -> str:
     """Return the beginning of a value's text."""
     text = repr(value)
     return text if len(text) <= 100 else text[:96] + " ..."
+
+
+def formed(form: type[FormT], value: Any) -> FormT:
+    """Return the value of a file in a form. Raises: ValueError: it has another; where, and which."""
+    try:
+        return form.model_validate(value)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise ValueError(f"{where} is {short(wrong['input'])}: {wrong['msg']}") from None
 
 
 def _decode_tagged(name: str, inner: Any, fetch: Fetch | None) -> Any:
