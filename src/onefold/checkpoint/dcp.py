@@ -17,22 +17,39 @@ Onefold runs can load each other's checkpoints.
 
 A rank that holds no element of a parameter neither writes nor reads optimizer state for it. The
 rank's optimizer never steps that parameter, so a `step` value held there would be stale.
+
+DCP supports n-dimensional boxes only, so an interval is stored as one or more boxes:
+
+    tensor [4, 6], elements [4, 21)      .  .  .  .  4  5      box at (0, 4), of [1, 2]
+                                         6  7  8  9 10 11      box at (1, 0), of [2, 6]
+                                        12 13 14 15 16 17
+                                        18 19 20  .  .  .      box at (3, 0), of [1, 3]
+
+An interval of a box of the tensor, as tensor parallelism leaves it to a rank, consists of boxes too.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
 from onefold.checkpoint.apply import LOCAL_OPTIONS
-from onefold.checkpoint.dcp_interval import DCPInterval, from_dcp
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.together import Together
+from onefold.layout.holders import BoxInterval, TensorBox, whole_region
 from onefold.optim.faced_states import stepped_elsewhere
 from onefold.optim.states import meet, show_states
 from onefold.optim.verdict import fresh_state
@@ -63,11 +80,10 @@ def dcp_state_dict(
 
     FSDP2 checkpoints load here, and FSDP2 loads checkpoints saved here, at any world size and
     stage. Values are bit-equal if dtypes agree and converted otherwise. The load creates missing
-    optimizer state, for frozen parameters where the checkpoint has it. Other keys are possible:
-    `{"net": state["model"]}`. DCP finds `Stateful` values only at the top level of the dict. For
-    nested ones, call their `.state_dict()` before the load and `.load_state_dict()` with the same
-    dict after it. States of frozen parameters are then read only if the optimizer has them already:
-    freeze after the load.
+    optimizer state; of frozen parameters it reads only what the optimizer has already: freeze after
+    the load. Other keys are possible: `{"net": state["model"]}`. DCP finds `Stateful` values only at
+    the top level of the dict. For nested ones, call their `.state_dict()` before the load and
+    `.load_state_dict()` with the same dict after it.
 
     DCP's own limits apply, as for FSDP2:
 
@@ -158,11 +174,15 @@ class ModelState(_State):
         with disable_torch_function(), torch.no_grad():
             named = (self.model.named_parameters, self.model.named_buffers)
             places = {_clean(name) for each in named for name, _ in each(remove_duplicate=False)}
+            modules = {
+                _clean(f"{path}.{_EXTRA_STATE}".lstrip(".")): module
+                for path, module in self.model.named_modules()
+            }
             for name in (n for n in mine if n in state):
                 if name in places:
                     _take(name, mine[name], state[name])
-                elif name.rpartition(".")[2] == _EXTRA_STATE:
-                    _module_of(self.model, name).set_extra_state(state[name])
+                elif name in modules:
+                    modules[name].set_extra_state(state[name])
                 else:
                     raise CheckpointError(
                         f"{name!r} is in the model's state dict, but is no parameter, buffer or"
@@ -189,16 +209,14 @@ class OptimizerState(_State):
                     " a torch.optim one."
                 )
         self.optimizers = optimizers
-        # Frozen parameters of which the checkpoint that is being loaded has states
-        self._frozen: set[str] = set()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the optimizers' state. Tensors alias the optimizers' memory.
         Collective: a state that cannot be saved is said on every rank.
 
-        State that does not exist yet is created in the dict only. It has the values after one step
-        with zero gradients, with `step` reset to 0. The optimizers do not change. For a frozen
-        parameter it is created only inside `dcp.load`, of a checkpoint that has it.
+        State that does not exist yet is created in the dict only, but for frozen parameters. It has
+        the values after one step with zero gradients, with `step` reset to 0. The optimizers do not
+        change.
         """
         self._check()
         for optimizer in self.optimizers:
@@ -210,7 +228,6 @@ class OptimizerState(_State):
         return out
 
     def _state_dict(self) -> dict[str, Any]:
-        stored, self._frozen = self._stored_for_frozen(), set()
         state: dict[str, Any] = {}
         stateless: set[int] = set()  # groups whose parameters get no state
         with disable_torch_function(), torch.no_grad():
@@ -220,29 +237,23 @@ class OptimizerState(_State):
                         f"parameter {name!r} is in two parameter groups or optimizers: DCP holds"
                         " one state for a name."
                     )
-                if any(key.startswith(f"state.{name}.") for key in stored):
-                    self._frozen.add(name)
                 whole = owned(optimizer, entry.param)
                 if not _holds_some(entry, whole):
                     continue
                 values = optimizer.state.get(entry.param)
-                if not values and name in self._frozen:
-                    values = _fresh(optimizer, group, entry, whole)
-                    values = {k: v for k, v in values.items() if f"state.{name}.{k}" in stored}
-                elif not values and entry.param.requires_grad and id(group) not in stateless:
+                if not values and entry.param.requires_grad and id(group) not in stateless:
                     values = _fresh(optimizer, group, entry, whole)
                     stateless.update([] if values else [id(group)])
                 if values:
                     state[name] = {k: _part(entry, value, k, whole) for k, value in values.items()}
-            names, groups = self._names(), []
-            for group in self._groups():
-                # Tensors are copied, not aliased: DCP loads groups by position, but the
-                # checkpoint's groups may be in another order. `_take_options` matches them by the
-                # names of their parameters.
-                options = {
-                    k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()
-                }
-                groups.append({**options, "params": [names[id(p)] for p in group["params"]]})
+            names = {id(entry.param): name for *_, name, entry in self._parameters()}
+            # Tensors are copied, not aliased: DCP loads groups by position, but the checkpoint's
+            # groups may be in another order. `_take_options` matches them by their parameters.
+            groups = [
+                {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
+                | {"params": [names[id(p)] for p in group["params"]]}
+                for group in self._groups()
+            ]
         return {"state": state, "param_groups": groups}
 
     def _groups(self) -> Iterator[dict[str, Any]]:
@@ -263,9 +274,7 @@ class OptimizerState(_State):
             for optimizer, _, name, entry in self._parameters():
                 whole, known = owned(optimizer, entry.param), optimizer.state.get(entry.param)
                 if not _holds_some(entry, whole):
-                    if whole is None and (
-                        entry.param.requires_grad or known or name in self._frozen
-                    ):
+                    if whole is None and (entry.param.requires_grad or known):
                         elsewhere[optimizer].append(entry.param)
                 elif loaded := state["state"].get(name):
                     mine = optimizer.state[entry.param]
@@ -278,46 +287,25 @@ class OptimizerState(_State):
                 show_states(optimizer)
                 stepped_elsewhere(optimizer, params, loaded=True)
 
-    def _stored_for_frozen(self) -> set[str]:
-        """Return the names of optimizer states in the checkpoint that `dcp.load` is loading, if
-        some parameter is frozen and has no state here; {} outside of `dcp.load`.
-
-        DCP refuses a state that the checkpoint lacks, and drops one that is not asked for. It calls
-        `state_dict()` before it reads the checkpoint's metadata, so they are read here. It passes no
-        argument, so the reader is taken from its frame.
-        """
-        frozen = any(
-            not entry.param.requires_grad and not optimizer.state.get(entry.param)
-            for optimizer, _, _, entry in self._parameters()
-        )
-        reader: Any = from_dcp("storage_reader") if frozen else None
-        prefix = f"{from_dcp('key')}."
-        with contextlib.suppress(Exception):  # DCP reads them again, and raises
-            found = reader.read_metadata().state_dict_metadata
-            return {name.removeprefix(prefix) for name in found if name.startswith(prefix)}
-        return set()
-
-    def _names(self) -> dict[int, str]:
-        """Return {id(parameter): name}. A tied parameter has its first name, as in torch."""
-        return {id(p): _clean(name) for name, p in self.model.named_parameters()}
-
     def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, Entry]]:
-        names, entries = self._names(), {id(e.param): e for e in self.engine.entries}
+        """Yield what the optimizers step. A tied parameter has its first name, as in torch."""
+        entries = {id(e.param): e for e in self.engine.entries}
         for optimizer in self.optimizers:
             for at, group in enumerate(optimizer.param_groups):
                 for number, param in enumerate(group["params"]):
-                    if id(param) not in entries or id(param) not in names:
+                    if id(param) not in entries:
                         raise CheckpointError(
                             f"parameter {number} of group {at} of the {type(optimizer).__name__} is"
                             " none of the sharded model's: make the optimizer from"
                             " model.parameters() after onefold.shard(model)."
                         )
-                    yield optimizer, group, names[id(param)], entries[id(param)]
+                    entry = entries[id(param)]
+                    yield optimizer, group, _clean(entry.name), entry
 
     def _take_options(self, loaded: list[dict[str, Any]]) -> None:
         """Set each group's options from the loaded group that has the same parameters."""
         group_of = {name: at for at, group in enumerate(loaded) for name in group["params"]}
-        names = self._names()
+        names = {id(entry.param): name for *_, name, entry in self._parameters()}
         for group in self._groups():
             here = [names[id(p)] for p in group["params"]]
             found = sorted({group_of[name] for name in here if name in group_of})
@@ -341,14 +329,6 @@ def _clean(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
-
-
-def _module_of(model: nn.Module, name: str) -> nn.Module:
-    return next(
-        m
-        for path, m in model.named_modules()
-        if _clean(f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE) == name
-    )
 
 
 def _holds_some(entry: Entry, whole: Owned | None) -> bool:
@@ -440,3 +420,160 @@ def _fresh(
             f" gradients ({type(error).__name__}: {error}). Take a training step before loading;"
             " its effect is overwritten."
         ) from error
+
+
+# -- leaves ----------------------------------------------------------------------------------------
+
+
+def _writer() -> Any:
+    """Return the storage writer of the DCP save that is under way in this thread, if any. Leaves are not
+    given it.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_filename == state_dict_saver.__file__ and "storage_writer" in frame.f_locals:
+            return frame.f_locals["storage_writer"]
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+class _IntervalMemory:
+    """The interval's tensor, in a wrapper that deep-copies only these elements. DCP's staging would
+    otherwise copy the whole storage of which the tensor is a view.
+    """
+
+    __slots__ = ("data",)
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+
+    def __deepcopy__(self, memo: Any) -> _IntervalMemory:
+        return _IntervalMemory(self.data.to("cpu", copy=True))
+
+
+class DCPInterval(torch.Tensor):
+    """Elements [start, start + len(local)) of a flattened tensor of `shape`, or of a flattened box
+    of it. It has the shape of the whole tensor, but holds only `local`.
+
+    It is a tensor subclass because DCP looks for shards in tensors only. It cannot be computed
+    with.
+
+    Args:
+        local: [stop - start], contiguous. DCP saves from it and loads into it in place.
+        shape: shape of the whole tensor.
+        start: index of the first element in the flattened whole tensor, or box.
+        region: the box; None for the whole tensor.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    _held: _IntervalMemory
+    start: int
+    region: TensorBox | None
+
+    @staticmethod
+    def __new__(
+        cls: type[DCPInterval],
+        local: torch.Tensor,
+        shape: Sequence[int],
+        start: int,
+        region: TensorBox | None = None,
+    ) -> DCPInterval:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=local.dtype, device=local.device
+        )
+
+    def __init__(
+        self, local: torch.Tensor, shape: Sequence[int], start: int, region: TensorBox | None = None
+    ) -> None:
+        self._held, self.start, self.region = _IntervalMemory(local), start, region
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The memory of the interval, [stop - start]."""
+        return self._held.data
+
+    def _boxes(self) -> list[TensorBox]:
+        region = self.region or whole_region(self.size())
+        return BoxInterval(region, self.start, self.start + self.local.numel()).boxes()
+
+    # -- what DCP's planners call ------------------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
+        chunks = self.__create_chunk_list__()
+        writer = _writer()
+        if len(chunks) > 1 and getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS:
+            raise CheckpointError(
+                f"{type(writer).__name__} writes safetensors, of which torch keeps one piece of a tensor"
+                f" for each file and drops the others without an error; {fqn!r} has {len(chunks)} on this"
+                " rank. Use the default writer of torch.distributed.checkpoint, or onefold.export."
+            )
+        properties = TensorProperties.create_from_tensor(self.local)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+            for box in self._boxes()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        at = 0
+        for box in self._boxes():
+            if index.offset is not None and tuple(index.offset) == box.offset:
+                return self.local[at : at + box.numel].view(box.shape)
+            at += box.numel
+        raise CheckpointError(
+            f"the planner asked for the part of {index.fqn!r} at {index.offset}; this rank holds"
+            f" {self!r}, whose parts begin at {[list(box.offset) for box in self._boxes()]}. A"
+            " planner of your own must plan with the chunks that __create_chunk_list__ of the"
+            " tensor names."
+        )
+
+    # -- what DCP's stagers call -------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        me, device = args[0], (kwargs or {}).get("device")
+        aten = torch.ops.aten
+        if func in (aten.detach.default, aten.alias.default):
+            return me._like(me.local)
+        if func in (aten.new_empty.default, aten.empty_like.default, aten.zeros_like.default):
+            return me._like(torch.zeros_like(me.local, device=device))
+        if func is aten.clone.default:
+            return me._like(me.local.clone())
+        if func is aten.copy_.default and isinstance(args[1], DCPInterval):
+            me.local.copy_(args[1].local)
+            return me
+        raise CheckpointError(
+            f"{func} was called on {me!r}. It stands for a part of a tensor, for"
+            " torch.distributed.checkpoint to save and to load; nothing can be computed with it."
+            " `.local` is the part itself, one-dimensional."
+        )
+
+    def _like(self, local: torch.Tensor) -> DCPInterval:
+        return DCPInterval(local, self.size(), self.start, self.region)
+
+    def __deepcopy__(self, memo: Any) -> DCPInterval:
+        return self._like(self.local.clone())
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        box = self.region
+        where = "" if box is None else f"the box at {box.offset} of {box.shape} of "
+        return (
+            f"elements {self.start} to {self.start + self.local.numel()} of {where}a tensor of shape"
+            f" {tuple(self.size())}"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise CheckpointError(
+            f"{self!r} was to be pickled, which would save this rank's part under the name of the"
+            " whole. Save it by torch.distributed.checkpoint.save, or async_save in a thread (not"
+            " in a process), with a planner that flattens state dicts (the default)."
+        )
