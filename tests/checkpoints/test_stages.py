@@ -65,6 +65,29 @@ def test_the_whole_model_loads_what_its_stages_saved(behind: bool, tmp_path: Pat
         assert not differences(expected, dict(whole.state_dict()))
 
 
+def test_other_stages_load_it_in_one_call_and_miss_no_name(tmp_path: Path) -> None:
+    stages = [Stage(0, 1), Stage(2), Stage(3)]
+    optimizers = [trained(stage) for stage in stages]
+    onefold.save(tmp_path / "a", model=stages, optimizer=optimizers, extra=3, step=1)
+    expected = {n: v.clone() for part in stages for n, v in part.state_dict().items()}
+    moments = [s for o in optimizers for s in o.state.values()]
+    others = [Stage(0), Stage(1, 2, 3)]
+    for stage in others:
+        torch.nn.init.zeros_(next(stage.parameters()))
+    theirs = [trained(stage, lr=0.5) for stage in others]
+    loaded = onefold.load(tmp_path / "a", model=others, optimizer=theirs)
+    assert (loaded.extra, loaded.missing, loaded.unexpected) == (3, (), ())
+    assert not differences(expected, {n: v for s in others for n, v in s.state_dict().items()})
+    assert [o.param_groups[0]["lr"] for o in theirs] == [0.1, 0.1]
+    found = [s for o in theirs for s in o.state.values()]
+    assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(moments, found, strict=True))
+    for wrong, words in (([Stage(0), Stage(1, 2)], r"2 are unknown .*layers\.3"), ([*others, Stage(7)], "2 names are missing")):  # fmt: skip
+        models = [s if s in others else onefold.shard(s, onefold.Recipe.zero(1)) for s in wrong]
+        with pytest.raises(CheckpointError, match=words):
+            onefold.load(tmp_path / "a", model=models)
+        assert onefold.load(tmp_path / "a", model=models, strict=False).step == 1
+
+
 #: What is wrong with the second stage.
 WRONG: dict[str, tuple[Callable[[], nn.Module], dict[str, Any]]] = {
     "several stages hold the parameter 'layers.0": (lambda: Stage(0), {}),

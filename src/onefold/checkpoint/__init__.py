@@ -17,7 +17,7 @@ A checkpoint contains no pickle.
 | messages between ranks    | together, progress (how long a rank waits)                                               |
 | the format                | folder (atomic rename), manifest, tensorfile, values                                     |
 | errors                    | errors                                                                                   |
-| torch's own checkpoints   | dcp, dcp_interval                                                                        |
+| torch's own checkpoints   | dcp                                                                                      |
 
 The package `pretrained` reads and writes Hugging Face folders; the package `inspection` has the
 commands on checkpoints.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.parts import CHUNK, Held
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
@@ -42,9 +43,9 @@ from onefold.runtime.state.dicts import beside_parameters
 LOCAL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
-@dataclass(frozen=True)
-class ModelFit:
-    """The names that a source and a model have in common, and those that they do not.
+class Filling:
+    """What a source and a model have in common, and the reads from the one into the other. To make it
+    is local and changes nothing.
 
     Attributes:
         found: the source's item for each parameter, by the parameter's first name.
@@ -52,95 +53,69 @@ class ModelFit:
             values, if ranks have such.
         missing: names in the model that the source lacks.
         unexpected: names in the source that the model lacks.
+        error: the first error of a read, for the caller to raise: a rank whose read fails still takes
+            part in all that is collective.
+
+    Raises:
+        CheckpointError: shapes differ; with `strict`, also if the source has a buffer's values for other
+            parts of the model only.
     """
 
-    found: Mapping[str, Item]
-    buffers: Mapping[Item, torch.Tensor]
-    missing: list[str]
-    unexpected: list[str]
-
-
-def fit_model(engine: Engine, module: nn.Module, source: Source, strict: bool) -> ModelFit:
-    """Match the source's tensors with the model's. Local; changes nothing.
-    Raises: CheckpointError: shapes differ; with `strict`, also if names differ.
-    """
-    items = source.items()
-    buffers: dict[Item, torch.Tensor] = {}
-    found: dict[str, Item] = {}
-    missing, wrong = [], []
-    for entry in engine.entries:
-        name, shape = entry.name, entry.shape
-        item = source.parameter(entry.names)
-        if item is None:
-            missing.append(name)
-        elif items[item].shape != shape:
-            wrong.append(f"{name}: {items[item].shape} in it, {shape} in the model")
-        else:
-            found[entry.names[0]] = item
-    own = {item.name: item.state for item in items if item.kind == "buffer" and item.state}
-    held, _ = beside_parameters(engine, module)
-    places = engine.buffers.places(held) if own else {}
-    for name, tensor in held.items():
-        item = Item("buffer", name, places[name][1] if name in own else "")
-        if item not in items:
-            missing.append(name)
-        elif items[item].shape != tuple(tensor.shape):
-            wrong.append(f"{name}: {items[item].shape} in it, {tuple(tensor.shape)} in the model")
-        else:
-            buffers[item] = tensor
-    if strict and (elsewhere := [name for name in missing if name in own]):
-        name = elsewhere[0]
-        raise CheckpointError(
-            f"{source.describe} has other values of buffer {name!r} for ranks with other parts of the"
-            f" model ({own[name]} among them), and this run is divided otherwise. Load it on a mesh"
-            " with the same axes beside data, or give strict=False to leave such buffers as they are."
-        )
-    taken = set(found.values()) | {i for i in items if i.kind == "buffer" and i.name in held}
-    unexpected = sorted(
-        item.name for item in items if item.kind in ("parameter", "buffer") and item not in taken
-    )
-    # The tiles of one parameter all report the same name: report it once
-    wrong, missing = list(dict.fromkeys(wrong)), list(dict.fromkeys(missing))
-    # A source that was fitted to the model lists tensors without a place there, not in items()
-    unexpected += source.unexpected
-    if wrong:
-        raise CheckpointError(
-            f"{source.describe} is of another model: shapes differ. {'; '.join(wrong[:5])}."
-        )
-    if strict and (missing or unexpected):
-        raise CheckpointError(
-            f"{source.describe} is of another model: {len(missing)} names are missing in it"
-            f" ({', '.join(missing[:5])}), {len(unexpected)} are unknown to this model"
-            f" ({', '.join(unexpected[:5])}). Give strict=False to load what fits."
-        )
-    return ModelFit(found, buffers, missing, unexpected)
-
-
-def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
-    """Load everything in the source that fits the model. Collective.
-    Raises: CheckpointError: on every rank: shapes differ, or a read failed (the model's contents
-    are then undefined).
-    """
-    together, fit = Together.of(engine), None
-    with together.each_rank():
-        fit = fit_model(engine, module, source, strict=False)
-    assert fit is not None
-    filling = Filling(engine, source)
-    filling.model(fit)
-    together.agree(filling.error)
-
-
-class Filling:
-    """Reads from a source into a model and its optimizers. `error` is the first error, for the caller to
-    raise: a rank whose read fails still takes part in all that is collective.
-    """
-
-    def __init__(self, engine: Engine, source: Source) -> None:
-        self.engine, self.source = engine, source
+    def __init__(
+        self, engine: Engine, module: nn.Module, source: Source, strict: bool = False
+    ) -> None:
+        self.engine, self.module, self.source = engine, module, source
         self.error: Exception | None = None
         self._buffer = torch.empty(CHUNK * 8, dtype=torch.uint8, device="cpu")  # in fp64 at most
+        self.found: dict[str, Item] = {}
+        self.buffers: dict[Item, torch.Tensor] = {}
+        items = source.items()
+        own = {item.name: item.state for item in items if item.kind == "buffer" and item.state}
+        held, odd = beside_parameters(engine, module)
+        places = engine.buffers.places(held) if own else {}
+        # The tiles of one parameter all report the same name: report it once
+        missing, wrong = dict[str, None](), dict[str, None]()
 
-    def model(self, fit: ModelFit) -> None:
+        def fits(name: str, item: Item | None, shape: Sequence[int]) -> bool:
+            if item not in items:
+                missing[name] = None
+            elif items[item].shape != tuple(shape):
+                wrong[f"{name}: {items[item].shape} in it, {tuple(shape)} in the model"] = None
+            else:
+                return True
+            return False
+
+        for entry in engine.entries:
+            item = source.parameter(entry.names)
+            if fits(entry.name, item, entry.shape) and item is not None:
+                self.found[entry.name] = item
+        for name, tensor in held.items():
+            item = Item("buffer", name, places[name][1] if name in own else "")
+            if fits(name, item, tensor.shape):
+                self.buffers[item] = tensor
+        if strict and (elsewhere := [name for name in missing if name in own]):
+            name = elsewhere[0]
+            raise CheckpointError(
+                f"{source.describe} has other values of buffer {name!r} for ranks with other parts of"
+                f" the model ({own[name]} among them), and this run is divided otherwise. Load it on a"
+                " mesh with the same axes beside data, or give strict=False to leave such buffers as"
+                " they are."
+            )
+        if wrong:
+            raise CheckpointError(
+                f"{source.describe} is of another model: shapes differ. {'; '.join([*wrong][:5])}."
+            )
+        taken = {*self.found.values(), *(i for i in items if i.kind == "buffer" and i.name in held)}
+        left = {i.name for i in items if i.kind in ("parameter", "buffer") and i not in taken}
+        self.missing, self.unexpected = [*missing], sorted(left)
+        # A source that was fitted to the model lists tensors without a place there, not in items()
+        self.unexpected += source.unexpected
+        if isinstance(source, FolderSource):  # no other has extra states
+            theirs = source.state.get("extra_state", {}).keys()
+            self.missing += sorted(odd.keys() - theirs)
+            self.unexpected += sorted(theirs - odd.keys())
+
+    def model(self) -> None:
         """Load parameters and buffers. Collective."""
         engine, masters = self.engine, MasterParts()
         engine.about_to_write()
@@ -148,20 +123,20 @@ class Filling:
             for unit in engine.units:
                 for flat in unit.flats:
                     self._fill(flat, [
-                        (Held(e, "", flat.dtypes.master, masters, *e.owned()), fit.found[e.names[0]])
+                        (Held(e, "", flat.dtypes.master, masters, *e.owned()), self.found[e.name])
                         for e in flat.entries
-                        if e.names[0] in fit.found
+                        if e.name in self.found
                     ])  # fmt: skip
             masters.finish()
-            self._buffers(fit.buffers)
+            self._fill_buffers()
             engine.make_stale()
-            engine.uninitialized.given({*fit.found, *(item.name for item in fit.buffers)})
+            engine.uninitialized.given({*self.found, *(item.name for item in self.buffers)})
 
-    def _buffers(self, wanted: Mapping[Item, torch.Tensor]) -> None:
+    def _fill_buffers(self) -> None:
         """Read buffers on the first of the ranks that share them, and broadcast them."""
         by_group: dict[Group, dict[Item, torch.Tensor]] = {}
-        places = self.engine.buffers.places(wanted)
-        for item, tensor in wanted.items():
+        places = self.engine.buffers.places(self.buffers)
+        for item, tensor in self.buffers.items():
             group = places[item][0] if item.state else self.engine.group
             by_group.setdefault(group, {})[item] = tensor
         for group, found in by_group.items():
@@ -170,7 +145,7 @@ class Filling:
                     tensor.copy_(self._whole(item))
             group.broadcast([*found.values()], self.engine.state_context("buffers"))
 
-    def optimizers(self, optimizers: list[torch.optim.Optimizer], fit: ModelFit) -> None:
+    def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Load optimizer states and parameter groups, after `fit_groups` has checked that they match.
         Collective. The states that the optimizers held before for these parameters are discarded.
         """
@@ -190,7 +165,7 @@ class Filling:
                     for entry in flat.entries:
                         if id(entry.param) in owner:
                             optimizer, group = owner[id(entry.param)]
-                            of = fit.found.get(entry.names[0], Item("parameter", entry.name)).name
+                            of = self.found.get(entry.name, Item("parameter", entry.name)).name
                             for held, item in self._create(
                                 parts[optimizer], group, entry, of, states
                             ):
@@ -311,11 +286,27 @@ class Filling:
             self.error = error
 
 
+def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
+    """Load everything in the source that fits the model. Collective.
+    Raises: CheckpointError: on every rank: shapes differ, or a read failed (the model's contents
+    are then undefined).
+    """
+    together, filling = Together.of(engine), None
+    with together.each_rank():
+        filling = Filling(engine, module, source)
+    assert filling is not None
+    filling.model()
+    together.agree(filling.error)
+
+
 def fit_groups(
-    engine: Engine, optimizers: list[torch.optim.Optimizer], source: Source, strict: bool = True
+    engines: Sequence[Engine],
+    optimizers: list[torch.optim.Optimizer],
+    source: Source,
+    strict: bool = True,
 ) -> None:
     """Check that the source's optimizers have the same parameter groups. Local; changes nothing.
-    Without `strict`, stored groups may have further parameters, which this model does not have.
+    Without `strict`, stored groups may have further parameters, which these models do not have.
     Raises: CheckpointError: the source has no optimizer, or one with other parameter groups.
     """
     groups = source.groups()
@@ -328,13 +319,14 @@ def fit_groups(
         raise CheckpointError(
             f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given."
         )
-    names = {id(e.param): e.names for e in engine.entries}
+    names = {id(e.param): e.names for engine in engines for e in engine.entries}
     try:
         for optimizer in optimizers:
             stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for flat in engine.flats:
-                if any(id(e.param) in stepped for e in flat.entries):
-                    moment_policy(optimizer, engine.recipe, flat)  # refuses formats that disagree
+            for engine in engines:
+                for flat in engine.flats:
+                    if any(id(e.param) in stepped for e in flat.entries):
+                        moment_policy(optimizer, engine.recipe, flat)  # refuses formats that disagree
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     states: dict[str, set[str]] = {}

@@ -5,7 +5,7 @@ own, and checks them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,24 @@ from typing import Any
 from torch import nn
 
 import onefold.checkpoint.per_rank as per_rank
-from onefold.checkpoint.apply import (
-    Filling,
-    ModelFit,
-    fit_groups,
-    fit_model,
-)
+from onefold.checkpoint.apply import Filling, fit_groups
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import checkpoints, latest, of_run
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST
-from onefold.checkpoint.saving import Optimizers, check_moment, kinds_of, optimizers_of
+from onefold.checkpoint.parts import of_stage
+from onefold.checkpoint.saving import (
+    Models,
+    Optimizers,
+    begun,
+    check_moment,
+    kinds_of,
+    optimizers_of,
+)
 from onefold.checkpoint.source import Source, closed_on_error, read_by_another
-from onefold.checkpoint.together import Together, meet, raise_different
+from onefold.checkpoint.together import Together, raise_different
 from onefold.checkpoint.values import refuse_another_state, short
 from onefold.runtime.engine import Engine
-from onefold.runtime.hooks import engine_of
-from onefold.runtime.state.dicts import beside_parameters
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class Loaded:
 def load(
     path: str | Path,
     *,
-    model: nn.Module | None = None,
+    model: Models | None = None,
     optimizer: Optimizers = None,
     scheduler: Any = None,
     scaler: Any = None,
@@ -73,7 +74,8 @@ def load(
     Args:
         path: a checkpoint; or a folder of checkpoints, of which the newest is loaded; or a
             DeepSpeed checkpoint; or, for the model alone, a Hugging Face folder.
-        model: the return value of `onefold.shard`. None reads step and extra only.
+        model: the return value of `onefold.shard`; or, of a pipeline, the list of this rank's stages.
+            The ranks of all stages then call it together. None reads step and extra only.
         optimizer: one or several, with the same parameter groups as the saved ones. The state that
             they held before is discarded.
         scheduler: anything with load_state_dict().
@@ -91,11 +93,12 @@ def load(
     things = {"scheduler": scheduler, "scaler": scaler, "data": data}
     if model is None:
         return _without_model(Path(path), optimizer, *things.values())
-    engine = engine_of(model)
-    engine.refuse_changes("load")
-    meet(engine, "load")
-    with contextlib.closing(_open(engine, Path(path), optimizer, scheduler, scaler)) as source:
-        return _apply(engine, model, source, optimizer, things, strict, rng)
+    models, engines, together = begun("load", model)
+    given = {name: kinds_of([things[name]]) for name in ("scheduler", "scaler")}
+    if isinstance(model, nn.Module):
+        given["optimizer"] = kinds_of(optimizers_of(optimizer))
+    with contextlib.closing(_open(together, Path(path), given)) as source:
+        return _apply(engines, models, together, source, optimizer, things, strict, rng)
 
 
 def source_of(path: Path) -> Source:
@@ -124,13 +127,10 @@ def source_of(path: Path) -> Source:
     )
 
 
-def _open(engine: Engine, path: Path, optimizer: Any, scheduler: Any, scaler: Any) -> Source:
+def _open(together: Together, path: Path, given: Mapping[str, str]) -> Source:
     """Open the same checkpoint on all ranks. Collective: all raise if one rank cannot open it, or
-    ranks are to load other things.
+    ranks were `given` other things to load.
     """
-    together = Together.of(engine)
-    given = {"optimizer": kinds_of(optimizers_of(optimizer))}
-    given |= {"scheduler": kinds_of([scheduler]), "scaler": kinds_of([scaler])}
     with contextlib.ExitStack() as on_error:
         with together.each_rank():
             source = on_error.enter_context(closed_on_error(source_of(path)))
@@ -146,45 +146,53 @@ def _open(engine: Engine, path: Path, optimizer: Any, scheduler: Any, scaler: An
 
 
 def _apply(
-    engine: Engine, model: nn.Module, source: Source, optimizer: Any, things: dict[str, Any], strict: bool, rng: bool,
+    engines: list[Engine], models: list[nn.Module], together: Together, source: Source, optimizer: Any, things: dict[str, Any],
+    strict: bool, rng: bool,
 ) -> Loaded:  # fmt: skip
-    """Load `source` into the model and everything given with it. Collective."""
-    together, optimizers = Together.of(engine), optimizers_of(optimizer)
+    """Load `source` into the models and everything given with them. Collective."""
+    home, optimizers = Together.of(engines[0]), optimizers_of(optimizer)
     # Only an Onefold checkpoint has extra state, random generators and checksums
     own = source if isinstance(source, FolderSource) else None
     values: dict[str, Any] = {}
-    reader = source
-    fit: ModelFit | None = None
+    fillings: list[Filling] = []
     with together.each_rank():  # all checks, before anything is changed
-        values = _values(source, together, things)
-        check_moment(engine, "load", optimizer)
-        reader = source.fitted(model)
-        fit = fit_model(engine, model, reader, strict)
-        if own is not None:
-            _fit_extra_state(engine, model, own, fit, strict)
-        if optimizers:
+        values = _values(source, home, things)
+        for engine, model in zip(engines, models, strict=True):
+            check_moment(engine, "load", optimizer)
+            fillings.append(Filling(engine, model, source.fitted(model), strict))
+    missing, unexpected = _unlike(together, fillings)
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{source.describe} is of another model: {len(missing)} names are missing in it"
+            f" ({', '.join(missing[:5])}), {len(unexpected)} are unknown to this model"
+            f" ({', '.join(unexpected[:5])}). Give strict=False to load what fits."
+        )
+    with together.each_rank():
+        for filling in fillings if optimizers else ():
             # A stage finds all that it has; what is stored besides belongs to other stages
-            fit_groups(engine, optimizers, reader, strict or bool(fit.missing))
-    assert fit is not None
-    filling = Filling(engine, reader)
-    filling.model(fit)
-    if optimizers:
-        filling.optimizers(optimizers, fit)
+            whole = together is home and (strict or bool(missing))
+            fit_groups(engines, of_stage(filling.engine, engines, optimizers), filling.source, whole)
+    for filling in fillings:
+        filling.model()
+        if optimizers:
+            filling.optimizers(of_stage(filling.engine, engines, optimizers))
     extra, odd, data = source.extra, dict[str, Any](), None
     restore: Callable[[], None] | None = None
     with together.each_rank():
-        if filling.error is not None:
-            raise filling.error
+        if error := next((f.error for f in fillings if f.error is not None), None):
+            raise error
         if own is not None:
             extra, odd = own.value("extra"), own.value("extra_state") or {}
-            data = _of_rank(own.value("data") or {"all": None}, together)
+            data = _of_rank(own.value("data") or {"all": None}, home)
             if rng:
-                restore = per_rank.restored(own, together.rank, together.data_of)
+                restore = per_rank.restored(own, home.rank, home.data_of)
     # From here on everything has been read, and its checksums are right
-    if reader.rules is not None:
-        reader.rules.remember()  # an export applies the same rules in reverse
+    for filling in fillings:
+        if filling.source.rules is not None:
+            filling.source.rules.remember()  # an export applies the same rules in reverse
     with together.each_rank():
-        _set_extra_state(model, odd)
+        for model in models:
+            _set_extra_state(model, odd)
         if restore is not None:
             restore()
         for name, value in values.items():
@@ -196,14 +204,21 @@ def _apply(
                     f" {name} ({type(failure).__name__}: {failure}). Leave {name} out of load()."
                 ) from failure
     return Loaded(
-        Path(source.folder or ""),
-        source.step,
-        extra,
-        source.saved_by,
-        data,
-        tuple(fit.missing),
-        tuple(fit.unexpected),
+        Path(source.folder or ""), source.step, extra, source.saved_by, data, missing, unexpected
     )
+
+
+def _unlike(
+    together: Together, fillings: Sequence[Filling]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names that a model lacks in the source, and those of the source that no model has;
+    of the stages on all ranks. Collective.
+    """
+    said = together.all_gather([(f.missing, f.unexpected) for f in fillings])
+    all_said = [each for rank in said for each in rank]
+    missing = dict.fromkeys(name for names, _ in all_said for name in names)
+    first, *others = [names for _, names in all_said]
+    return tuple(missing), tuple(n for n in first if all(n in names for names in map(set, others)))
 
 
 def _of_rank(data: dict[str, Any], together: Together) -> Any:
@@ -240,25 +255,6 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
             )
         out[name] = _of_rank(found, together) if name == "data" else found
     return out
-
-
-def _fit_extra_state(
-    engine: Engine, model: nn.Module, source: FolderSource, fit: ModelFit, strict: bool
-) -> None:
-    """Add missing and unexpected extra states to `fit`.
-    Raises: CheckpointError: there are some, with `strict`.
-    """
-    theirs = set(source.state.get("extra_state", {}))
-    ours = set(beside_parameters(engine, model)[1])
-    if strict and theirs != ours:
-        raise CheckpointError(
-            f"{source.describe} is of another model: extra states are missing in it"
-            f" ({', '.join(sorted(ours - theirs)[:5]) or 'none'}) or unknown to this model"
-            f" ({', '.join(sorted(theirs - ours)[:5]) or 'none'}). Give strict=False to load what"
-            " fits."
-        )
-    fit.missing.extend(sorted(ours - theirs))
-    fit.unexpected.extend(sorted(theirs - ours))
 
 
 def _set_extra_state(model: nn.Module, odd: dict[str, Any]) -> None:

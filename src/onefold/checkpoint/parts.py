@@ -170,7 +170,8 @@ def collect(
     with disable_torch_function(), torch.no_grad():
         chosen = _chosen(known.values(), frozen)
         for engine, model, buffers in zip(engines, models, own, strict=True):
-            _collect_model(out, engine, model, States(engine, optimizers, known), chosen, buffers)
+            states = States(engine, of_stage(engine, engines, optimizers), known)
+            _collect_model(out, engine, model, states, chosen, buffers)
         # The first stage alone stores what belongs to no parameter
         if first in home.group.ranks:
             if home.rank == 0:
@@ -280,6 +281,19 @@ def brought(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any
     return out
 
 
+def of_stage(
+    engine: Engine, engines: Sequence[Engine], optimizers: list[torch.optim.Optimizer]
+) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of one of this rank's stages: those with a parameter of it; all of them if
+    there is one stage.
+    """
+    if len(engines) == 1:
+        return optimizers
+    here = {id(entry.param) for entry in engine.entries}
+    stepped = [(o, (id(p) for group in o.param_groups for p in group["params"])) for o in optimizers]
+    return [optimizer for optimizer, params in stepped if not here.isdisjoint(params)]
+
+
 class States:
     """The state that optimizers hold for the parameters of an engine.
 
@@ -307,9 +321,6 @@ class States:
         for optimizer in optimizers:
             meet(optimizer)
             kind, groups = type(optimizer).__name__, []
-            params = [id(p) for group in optimizer.param_groups for p in group["params"]]
-            if len(here) < len(known) and here.isdisjoint(params):
-                continue  # of another stage
             for number, group in enumerate(optimizer.param_groups):
                 foreign = [i for i, p in enumerate(group["params"]) if id(p) not in known]
                 if foreign:

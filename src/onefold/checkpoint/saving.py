@@ -151,15 +151,8 @@ def _begin(
     """Do the part of a save during which the training must wait. Errors that can be found before
     anything is written are raised here.
     """
-    models = [model] if isinstance(model, nn.Module) else list(model)
-    engines = [engine_of(each) for each in models]
-    for engine in engines:
-        engine.refuse_changes("save")
-        meet(engine, call)
+    models, engines, together = begun(call, model)
     first, target, given = engines[0], Path(path).absolute(), optimizers_of(optimizer)
-    together = Together.of(first)
-    if not isinstance(model, nn.Module):
-        together = Together.across(first, across_stages(engines))
     parts, copying = RankState(), None
     place: Unfinished | None = None
     own = [
@@ -202,6 +195,20 @@ def _begin(
     return _Writing(
         engines, together, data_of, parts, copying, folder, place, overwrite, step, saver, texts
     )
+
+
+def begun(call: str, model: Models) -> tuple[list[nn.Module], list[Engine], Together]:
+    """Begin a call about a model, or about this rank's stages of a pipeline: wait until all ranks have
+    made it. Returns the modules, their engines, and the ranks that take part.
+    """
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    engines = [engine_of(each) for each in models]
+    for engine in engines:
+        engine.refuse_changes(call)
+        meet(engine, call)
+    if isinstance(model, nn.Module):
+        return models, engines, Together.of(engines[0])
+    return models, engines, Together.across(engines[0], across_stages(engines))
 
 
 def _own_buffers(engine: Engine, model: nn.Module, optimizer: Optimizers) -> Mapping[str, Any]:
