@@ -80,8 +80,7 @@ def main() -> None:
     )
     done = 0
     if saved := sorted(given.folder.glob("step-*")):
-        # This stage's parameters; the names of the other stages are missing here
-        onefold.load(saved[-1], model=module, optimizer=optimizer, strict=False)
+        onefold.load(saved[-1], model=[module], optimizer=optimizer)
         done = int(saved[-1].name.removeprefix("step-"))
 
     for step in range(done, given.steps):

@@ -81,8 +81,13 @@ def test_other_stages_load_it_in_one_call_and_miss_no_name(tmp_path: Path) -> No
     assert [o.param_groups[0]["lr"] for o in theirs] == [0.1, 0.1]
     found = [s for o in theirs for s in o.state.values()]
     assert all(torch.equal(a["exp_avg"], b["exp_avg"]) for a, b in zip(moments, found, strict=True))
-    for wrong, words in (([Stage(0), Stage(1, 2)], r"2 are unknown .*layers\.3"), ([*others, Stage(7)], "2 names are missing")):  # fmt: skip
-        models = [s if s in others else onefold.shard(s, onefold.Recipe.zero(1)) for s in wrong]
+    seventh = onefold.shard(Stage(7), onefold.Recipe.zero(1))
+    without_three = [others[0], onefold.shard(Stage(1, 2), onefold.Recipe.zero(1))]
+    wrong = {
+        r"2 are unknown .*layers\.3": without_three,
+        "2 names are missing": [*others, seventh],
+    }
+    for words, models in wrong.items():
         with pytest.raises(CheckpointError, match=words):
             onefold.load(tmp_path / "a", model=models)
         assert onefold.load(tmp_path / "a", model=models, strict=False).step == 1

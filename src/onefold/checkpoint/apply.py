@@ -326,7 +326,9 @@ def fit_groups(
             for engine in engines:
                 for flat in engine.flats:
                     if any(id(e.param) in stepped for e in flat.entries):
-                        moment_policy(optimizer, engine.recipe, flat)  # refuses formats that disagree
+                        moment_policy(
+                            optimizer, engine.recipe, flat
+                        )  # refuses formats that disagree
     except ValueError as error:
         raise CheckpointError(str(error)) from None
     states: dict[str, set[str]] = {}

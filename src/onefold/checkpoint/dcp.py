@@ -431,7 +431,10 @@ def _writer() -> Any:
     """
     frame = sys._getframe(1)
     while frame is not None:
-        if frame.f_code.co_filename == state_dict_saver.__file__ and "storage_writer" in frame.f_locals:
+        if (
+            frame.f_code.co_filename == state_dict_saver.__file__
+            and "storage_writer" in frame.f_locals
+        ):
             return frame.f_locals["storage_writer"]
         frame = frame.f_back  # type: ignore[assignment]
     return None
@@ -501,7 +504,10 @@ class DCPInterval(torch.Tensor):
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         chunks = self.__create_chunk_list__()
         writer = _writer()
-        if len(chunks) > 1 and getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS:
+        if (
+            len(chunks) > 1
+            and getattr(writer, "serialization_format", None) is SerializationFormat.SAFETENSORS
+        ):
             raise CheckpointError(
                 f"{type(writer).__name__} writes safetensors, of which torch keeps one piece of a tensor"
                 f" for each file and drops the others without an error; {fqn!r} has {len(chunks)} on this"

@@ -171,7 +171,9 @@ def _apply(
         for filling in fillings if optimizers else ():
             # A stage finds all that it has; what is stored besides belongs to other stages
             whole = together is home and (strict or bool(missing))
-            fit_groups(engines, of_stage(filling.engine, engines, optimizers), filling.source, whole)
+            fit_groups(
+                engines, of_stage(filling.engine, engines, optimizers), filling.source, whole
+            )
     for filling in fillings:
         filling.model()
         if optimizers:

@@ -290,7 +290,9 @@ def of_stage(
     if len(engines) == 1:
         return optimizers
     here = {id(entry.param) for entry in engine.entries}
-    stepped = [(o, (id(p) for group in o.param_groups for p in group["params"])) for o in optimizers]
+    stepped = [
+        (o, (id(p) for group in o.param_groups for p in group["params"])) for o in optimizers
+    ]
     return [optimizer for optimizer, params in stepped if not here.isdisjoint(params)]
 
 
