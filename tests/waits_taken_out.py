@@ -85,7 +85,7 @@ NOT_WAITS = {
     "checkpoint/loading.py": {"super().wait": "for a thread that reads files"},
     "comm/ledger.py": {"self.settle": "enters what was measured"},
     "offload/nvme.py": {"self.settle": _DISK, "wait": _DISK, "transfer.settle": _DISK},
-    "offload/nvme_storage.py": {"self.transfers.risen()": "asks, and does not wait"},
+    "offload/storage.py": {"self.transfers.risen()": "asks, and does not wait"},
     "offload/transfers.py": {"self.risen()": "asks, and does not wait"},
     "offload/stepper.py": {"self._in_backward.comes": "notes an optimizer"},
     "pretrained/hf_names.py": {"rules.order": "orders names"},

@@ -15,7 +15,7 @@ from torch import nn
 from onefold.comm import Group
 from onefold.comm.communicators import mesh_of, note_exit, one_axis
 from onefold.device import default_device, with_index
-from onefold.offload.nvme_storage import preflight
+from onefold.offload.storage import preflight
 from onefold.optim.states import met
 from onefold.optim.steps import install_step_hooks, remove_step_hooks
 from onefold.recipe import Recipe
@@ -278,7 +278,7 @@ class Capabilities:
 
             return EncodedStorage(flat, engine)
         if (tiers := flat.spec.tiers) is not None:
-            from onefold.offload.nvme_storage import STORAGES
+            from onefold.offload.storage import STORAGES
 
             return STORAGES[tiers.optimizer](flat, engine)
         return DeviceStorage(flat)

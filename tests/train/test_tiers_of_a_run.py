@@ -110,12 +110,12 @@ def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> Non
 def test_a_disk_without_room_is_a_sentence_and_no_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from onefold.offload import nvme_storage
+    from onefold.offload import storage
     from onefold.offload.nvme import TierError
 
     def full(*_: Any) -> None:
         raise TierError("the disk is full.")
 
-    monkeypatch.setattr(nvme_storage, "refuse_unless_fits", full)
+    monkeypatch.setattr(storage, "refuse_unless_fits", full)
     with pytest.raises(TrainError, match="the disk is full"):
         prepared(tmp_path, offload_optimizer="nvme", nvme=[str(tmp_path)])

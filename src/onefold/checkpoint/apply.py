@@ -77,7 +77,7 @@ class Filling:
         missing, wrong = dict[str, None](), dict[str, None]()
 
         def fits(name: str, item: Item | None, shape: Sequence[int]) -> bool:
-            if item not in items:
+            if item is None or item not in items:
                 missing[name] = None
             elif items[item].shape != tuple(shape):
                 wrong[f"{name}: {items[item].shape} in it, {tuple(shape)} in the model"] = None

@@ -129,6 +129,18 @@ class RankState:
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.tensors)
 
+    def add(self, held: Held, watched: torch.Tensor, first: bool) -> None:
+        """Add what this rank writes of a parameter or a state. The first rank also reports tensors
+        without elements.
+        """
+        if held.y > held.x or first:
+            names, shape = held.entry.names, held.entry.shape
+            item = Item("state" if held.key else "parameter", names[0], held.key)
+            aliases = () if held.key else names[1:]
+            self.tensors.append(
+                PieceToWrite(item, shape, held.dtype, held.where, held.values, aliases, watched)
+            )
+
     def add_own(self, item: Item, value: torch.Tensor) -> None:
         """Add a tensor that this rank stores whole."""
         where = BoxInterval(whole_region(value.shape), 0, value.numel())
@@ -170,8 +182,8 @@ def collect(
     with disable_torch_function(), torch.no_grad():
         chosen = _chosen(known.values(), frozen)
         for engine, model, buffers in zip(engines, models, own, strict=True):
-            states = States(engine, of_stage(engine, engines, optimizers), known)
-            _collect_model(out, engine, model, states, chosen, buffers)
+            _collect_model(out, engine, model, chosen, buffers)
+            _collect_optimizers(out, engine, of_stage(engine, engines, optimizers), known)
         # The first stage alone stores what belongs to no parameter
         if first in home.group.ranks:
             if home.rank == 0:
@@ -193,50 +205,110 @@ def _collect_model(
     out: RankState,
     engine: Engine,
     model: nn.Module,
-    states: States,
     chosen: Collection[Entry],
     own: Mapping[str, tuple[Group, str]],
 ) -> None:
-    """Add one model and the states that optimizers have for it."""
+    """Add the `chosen` parameters of a model, its buffers and extra states."""
     first, masters = engine.rank == 0, MasterParts()
-    held = [
-        (Held(e, "", e.flat.dtypes.master, masters, *e.accounted()), e.param)
-        for e in engine.entries
-        if e in chosen
-    ]
-    for one, watched in [*held, *states.tensors]:
-        if one.y > one.x or first:  # the first rank also reports tensors without elements
-            kind, names = ("state" if one.key else "parameter"), one.entry.names
-            out.tensors.append(
-                PieceToWrite(
-                    Item(kind, names[0], one.key), one.entry.shape, one.dtype, one.where, one.values,
-                    () if one.key else names[1:], watched,
-                )
-            )  # fmt: skip
-    for entry, key, value in states.wholes:
-        if first or entry.flat.divided:
-            out.add_own(Item("state", entry.name, key), value)
+    for entry in (e for e in engine.entries if e in chosen):
+        held = Held(entry, "", entry.flat.dtypes.master, masters, *entry.accounted())
+        out.add(held, entry.param, first)
     buffers, odd = beside_parameters(engine, model)
     for name, buffer in buffers.items():
         group, place = own.get(name, (engine.group, ""))
         if group.rank == 0:
             out.add_own(Item("buffer", name, place), buffer)
-    if first:
-        if odd:
-            out.values.setdefault("extra_state", {}).update(
-                (name, encode(value, f"the extra state {name!r} of the model", out.keep))
-                for name, value in odd.items()
-            )
-        out.values.setdefault("optimizers", []).append(
-            [
-                {"class": name, "groups": [encode(g, f"group {i} of {name}") for i, g in enumerate(groups)]}
-                for name, groups in states.groups
-            ]
-        )  # fmt: skip
+    if first and odd:
+        out.values.setdefault("extra_state", {}).update(
+            (name, encode(value, f"the extra state {name!r} of the model", out.keep))
+            for name, value in odd.items()
+        )
+
+
+def _collect_optimizers(
+    out: RankState,
+    engine: Engine,
+    optimizers: list[torch.optim.Optimizer],
+    known: Mapping[int, Entry],
+) -> None:
+    """Add the groups of optimizers, and their states of this engine's parameters.
+
+    Args:
+        known: the entries of this engine and of other stages of the pipeline, by id(parameter).
+    """
+    here = {id(entry.param): entry for entry in engine.entries}
+    said: list[dict[str, Any]] = []
+    scalars: dict[str, dict[str, Any]] = {}
+    for optimizer in optimizers:
+        meet(optimizer)
+        kind, groups = type(optimizer).__name__, []
+        for number, group in enumerate(optimizer.param_groups):
+            foreign = [i for i, p in enumerate(group["params"]) if id(p) not in known]
+            if foreign:
+                raise CheckpointError(
+                    f"parameter {foreign[0]} in group {number} of {kind} belongs to another model than"
+                    " the one given: make the optimizer of model.parameters() after shard(), and give"
+                    " both to one save or load."
+                )
+            names = [here[id(p)].name for p in group["params"] if id(p) in here]
+            groups.append(encode({**group, "params": names}, f"group {number} of {kind}"))
+        said.append({"class": kind, "groups": groups})
+        for key, state in optimizer.state.items():
+            if id(key) not in known and state:
+                shape = f"a tensor of shape {tuple(key.shape)}" if torch.is_tensor(key) else repr(key)
+                raise CheckpointError(
+                    f"{kind} keeps state under {shape}, which is no parameter of the model, and"
+                    " nothing could give it back. Keep it in a parameter group, or save it with"
+                    " extra=."
+                )
+        _collect_states(out, engine, optimizer, here, scalars)
+    if engine.rank == 0:
+        out.values.setdefault("optimizers", []).append(said)
     out.values.setdefault("scalars", {}).update(
-        (name, {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in scalars.items()})
-        for name, scalars in brought(states.scalars).items()
+        (name, {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in state.items()})
+        for name, state in brought(scalars).items()
     )
+
+
+def _collect_states(
+    out: RankState,
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    here: Mapping[int, Entry],
+    scalars: dict[str, dict[str, Any]],
+) -> None:
+    """Add an optimizer's states; single numbers to `scalars`, by the parameter's name."""
+    held = [(here[id(p)], state) for p, state in optimizer.state.items() if id(p) in here]
+    parts, first = OptimizerParts(optimizer), engine.rank == 0
+    # A load may give the optimizer other states before a save in the background has copied these
+    parts.made = {entry: dict(state) for entry, state in held}
+    kinds = kinds_of([(parts.shape(entry), state) for entry, state in held])
+    for (entry, state), kind_of in zip(held, kinds, strict=True):
+        whole, moments, (start, stop) = parts.owned(entry), set[str](), parts.accounted(entry)
+        for key, value in state.items():
+            kind, part = kind_of[key], packed(key)
+            if kind in ("packed", "elements"):
+                name = key if part is None else part.key
+                if name not in moments:  # codes and scales are one moment
+                    dtype = value.dtype if part is None else torch.float32
+                    out.add(Held(entry, name, dtype, parts, start, stop), value, first)
+                moments.add(name)
+            elif kind == "number":
+                # Every rank has the number. Ranks that answer for some of the parameter's elements
+                # report it (all ranks, if it has none); the first report counts.
+                if stop > start or entry.numel == 0:
+                    scalars.setdefault(entry.name, {})[key] = value
+            elif whole is not None and entry.region is None:
+                if whole.counts() and (first or entry.flat.divided):
+                    out.add_own(Item("state", entry.name, key), value)
+            elif entry.flat.divided:
+                raise CheckpointError(
+                    f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)} for"
+                    f" parameter {entry.name!r}: neither one number nor one for each element, so it"
+                    " cannot be cut for another number of ranks."
+                )
+            elif first:
+                out.add_own(Item("state", entry.name, key), value)
 
 
 def _chosen(entries: Collection[Entry], frozen: bool | Collection[str]) -> set[Entry]:
@@ -294,96 +366,6 @@ def of_stage(
         (o, (id(p) for group in o.param_groups for p in group["params"])) for o in optimizers
     ]
     return [optimizer for optimizer, params in stepped if not here.isdisjoint(params)]
-
-
-class States:
-    """The state that optimizers hold for the parameters of an engine.
-
-    Args:
-        known: the entries of this engine and of other stages of the pipeline, by id(parameter).
-
-    Attributes:
-        tensors: for each element-wise state what this rank accounts for, and the tensor that has it.
-        wholes: (entry, key, tensor) for state whose shape differs from its parameter's.
-        scalars: {parameter: {key: value}} for single numbers.
-        groups: for each optimizer its class and its groups as plain values, with names as "params".
-    """
-
-    def __init__(
-        self,
-        engine: Engine,
-        optimizers: list[torch.optim.Optimizer],
-        known: Mapping[int, Entry],
-    ) -> None:
-        self.tensors: list[tuple[Held, torch.Tensor]] = []
-        self.wholes: list[tuple[Entry, str, torch.Tensor]] = []
-        self.scalars: dict[str, dict[str, Any]] = {}
-        self.groups: list[tuple[str, list[dict[str, Any]]]] = []
-        here = {id(entry.param) for entry in engine.entries}
-        for optimizer in optimizers:
-            meet(optimizer)
-            kind, groups = type(optimizer).__name__, []
-            for number, group in enumerate(optimizer.param_groups):
-                foreign = [i for i, p in enumerate(group["params"]) if id(p) not in known]
-                if foreign:
-                    raise CheckpointError(
-                        f"parameter {foreign[0]} in group {number} of {kind} belongs to another model"
-                        " than the one given: make the optimizer of model.parameters() after shard(),"
-                        " and give both to one save or load."
-                    )
-                names = [known[id(p)].name for p in group["params"] if id(p) in here]
-                groups.append({**group, "params": names})
-            self.groups.append((kind, groups))
-            self._sort(optimizer, known, here)
-
-    def _sort(
-        self, optimizer: torch.optim.Optimizer, known: Mapping[int, Entry], here: Collection[int]
-    ) -> None:
-        foreign = [key for key, state in optimizer.state.items() if id(key) not in known and state]
-        if foreign:
-            what = repr(foreign[0])
-            if isinstance(foreign[0], torch.Tensor):
-                what = f"a tensor of shape {tuple(foreign[0].shape)}"
-            raise CheckpointError(
-                f"{type(optimizer).__name__} keeps state under {what}, which is no parameter of the"
-                " model, and nothing could give it back. Keep it in a parameter group, or save it"
-                " with extra=."
-            )
-        held = {p: state for p, state in optimizer.state.items() if id(p) in here}
-        parts = OptimizerParts(optimizer)
-        # A load may give the optimizer other states before a save in the background has copied these
-        parts.made = {known[id(p)]: dict(state) for p, state in held.items()}
-        shapes = {p: parts.shape(known[id(p)]) for p in held}
-        kinds = kinds_of([(shapes[p], state) for p, state in held.items()])
-        for (p, state), kind_of in zip(held.items(), kinds, strict=True):
-            entry = known[id(p)]
-            whole, moments = parts.owned(entry), set[str]()
-            for key, value in state.items():
-                kind, part = kind_of[key], packed(key)
-                if kind in ("packed", "elements"):
-                    name = key if part is None else part.key
-                    if name not in moments:  # codes and scales are one moment
-                        dtype = value.dtype if part is None else torch.float32
-                        mine = Held(entry, name, dtype, parts, *parts.accounted(entry))
-                        self.tensors.append((mine, value))
-                    moments.add(name)
-                elif kind == "number":
-                    # Every rank has the number. Ranks that answer for some of the parameter's
-                    # elements report it (all ranks, if it has none); the first report counts.
-                    start, stop = parts.accounted(entry)
-                    if stop > start or entry.numel == 0:
-                        self.scalars.setdefault(entry.name, {})[key] = value
-                elif whole is not None and entry.region is None:
-                    if whole.counts():
-                        self.wholes.append((entry, key, value))
-                elif not entry.flat.divided:
-                    self.wholes.append((entry, key, value))
-                else:
-                    raise CheckpointError(
-                        f"{type(optimizer).__name__} keeps {key!r} of shape {tuple(value.shape)}"
-                        f" for parameter {entry.name!r}: neither one number nor one for"
-                        " each element, so it cannot be cut for another number of ranks."
-                    )
 
 
 def state_of(thing: Any, name: str) -> Any:

@@ -2,8 +2,8 @@
 
 | question                                   | files, in the order to read them                                   |
 |--------------------------------------------|--------------------------------------------------------------------|
-| Where are offloaded shards stored?         | `storage` (host)         , `nvme_storage` and `nvme` (files)       |
+| Where are offloaded shards stored?         | `storage`, and `nvme` (files)                                      |
 | Who steps them, and when?                  | `stepper`, `step`                                                  |
 | How do activations go to the host?         | `activations`                       |
-| What is refused before the run?            | `nvme_storage`                                                     |
+| What is refused before the run?            | `storage`                                                     |
 """

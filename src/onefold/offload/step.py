@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,17 +29,14 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.quant.moments as moments
 from onefold.memory import GRADIENTS, TierError
-from onefold.offload.nvme import Transfer
-from onefold.offload.nvme_storage import NvmeStorage, inside
-from onefold.offload.storage import grain_of_kind, state_kind
+from onefold.offload.storage import NvmeStorage, Window, inside, state_kind
 from onefold.recipe.moments import grain_of
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
-from onefold.runtime.parameters.values import Elsewhere, count_writes, state_place
+from onefold.runtime.parameters.values import Elsewhere, count_writes
 from onefold.runtime.reduce import unique_bytes
 from onefold.runtime.stepper import groups_of, only, raw_step
-from onefold.runtime.storage import state_shape
 
 #: AHEAD: chunks being read beyond the chunk that is stepped. BEHIND: chunks that may still be
 #: written while the next one is stepped.
@@ -144,25 +140,6 @@ def drop_stepped_gradients(engine: Engine, flat: Flat, entries: Iterable[Entry])
     engine.transfers.host.add(GRADIENTS, after - before)
 
 
-@dataclass
-class _Chunk:
-    """Elements [a, b) of one flat buffer while they are stepped.
-
-    `buffers`: host buffers by kind of region; each holds the items for these elements ([b - a] if
-    an item is an element).
-    """
-
-    flat: Flat
-    storage: NvmeStorage
-    a: int
-    b: int
-    # (entry, start, stop): elements in the chunk, counted from the first that this rank owns
-    pieces: list[tuple[Entry, int, int]]
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    whole: list[torch.Tensor] = field(default_factory=list)  # the pool's buffers below `buffers`
-    moving: list[Transfer] = field(default_factory=list)
-
-
 class _Stepping:
     """One step of one optimizer over its entries on NVMe."""
 
@@ -181,32 +158,31 @@ class _Stepping:
         self.small: dict[int, dict[str, torch.Tensor]] = {}
 
     def run(self, flats: Sequence[Flat]) -> None:
-        todo = deque(self._chunks(flats))
+        todo = deque(self._windows(flats))
         if any(self.hows.values()) and moments.skipped(self.optimizer):
             todo.clear()
-        reading: deque[_Chunk] = deque()
-        writing: deque[_Chunk] = deque()
+        reading: deque[Window] = deque()
+        writing: deque[Window] = deque()
         try:
             while todo or reading:
                 while todo and len(reading) <= AHEAD:
-                    chunk = todo.popleft()
-                    reading.append(chunk)
-                    self._read(chunk)
-                chunk = reading.popleft()
-                writing.append(chunk)
-                self._land(chunk)
-                self._step(chunk)
-                self._write(chunk)
+                    reading.append(todo.popleft())
+                    self._read(reading[-1])
+                window = reading.popleft()
+                writing.append(window)
+                window.settle()
+                self._step(window)
+                self._write(window)
                 while len(writing) > BEHIND:
-                    self._finish(writing.popleft())
+                    writing.popleft().close()
             while writing:
-                self._finish(writing.popleft())
+                writing.popleft().close()
         finally:
             for entry, scalars in self.scalars.values():
                 self.optimizer.state[entry.param] = scalars
         self.transfers.flush()
 
-    def _chunks(self, flats: Sequence[Flat]) -> Iterator[_Chunk]:
+    def _windows(self, flats: Sequence[Flat]) -> Iterator[Window]:
         for flat in flats:
             storage = flat.storage
             assert isinstance(storage, NvmeStorage)
@@ -218,7 +194,7 @@ class _Stepping:
                 self._adopt(storage, entry)
             for a, b in storage.chunks() if ready else ():
                 if pieces := inside(ready, a, b):
-                    yield _Chunk(flat, storage, a, b, pieces)
+                    yield Window(storage, a, b, pieces)
 
     def _adopt(self, storage: NvmeStorage, entry: Entry) -> None:
         """Move states that are in memory (after load_state_dict) to NVMe."""
@@ -239,131 +215,77 @@ class _Stepping:
         for key, value in state.items():
             if moments.is_stored(how, key, value, entry.param) and not value.is_meta:
                 kind = state_kind(key, value.dtype)
-                storage.region(kind, value.dtype)
+                state[key] = storage.new_state(entry, key, value.dtype, in_memory=False)
                 storage.write_part(kind, entry.here.start // grain_of(key), value.reshape(-1))
-                state[key] = state_place(state_shape(entry, key), value.dtype)
 
-    # -- one chunk ---------------------------------------------------------------------------------
+    # -- one window --------------------------------------------------------------------------------
 
-    def _buffer(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        grain = grain_of_kind(kind)
-        whole, chunk.buffers[kind] = self.transfers.buffer(
-            -(-(chunk.b - chunk.a) // grain), dtype, chunk.flat.unit_name, grain
-        )
-        chunk.whole.append(whole)
-        return chunk.buffers[kind]
-
-    def _make(self, chunk: _Chunk, kind: str, dtype: torch.dtype) -> None:
-        """Add a buffer for a state that a first step creates.
-
-        The region may already hold this state of other parameters, also of another optimizer. Then
-        the buffer is read from NVMe; otherwise it is zeroed.
-        """
-        region, data = chunk.storage.region(kind, dtype), self._buffer(chunk, kind, dtype)
-        if (kind, chunk.a) not in chunk.storage.written:
-            data.view(torch.uint8).zero_()
-            return
-        self.transfers.flush()
-        self.transfers.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
-        self.transfers.wait(region.read(chunk.a // grain_of_kind(kind), data))
-
-    def _read(self, chunk: _Chunk) -> None:
-        storage = chunk.storage
-        kinds = [
-            "master",
-            *(
-                ["gradient"]
-                if any(isinstance(e.param.grad, Elsewhere) for e, _, _ in chunk.pieces)
-                else []
-            ),
-        ]
-        for entry, _, _ in chunk.pieces:
+    def _read(self, window: Window) -> None:
+        kinds = {"master": None}
+        for entry, _, _ in window.pieces:
+            if isinstance(entry.param.grad, Elsewhere):
+                kinds["gradient"] = None
             for key, value in self.optimizer.state.get(entry.param, {}).items():
-                if (
-                    isinstance(value, torch.Tensor)
-                    and value.is_meta
-                    and (kind := state_kind(key, value.dtype)) not in kinds
-                ):
-                    kinds.append(kind)
+                if isinstance(value, torch.Tensor) and value.is_meta:
+                    kinds[state_kind(key, value.dtype)] = None
         for kind in kinds:
-            region = storage.regions[kind]
-            data = self._buffer(chunk, kind, region.dtype)
-            chunk.moving.append(region.read(chunk.a // grain_of_kind(kind), data))
-            self.transfers.entered("read", chunk.flat.unit_name, data.numel() * data.element_size())
+            window.open(kind, window.storage.regions[kind].dtype)
+            window.move("read", kind)
 
-    def _land(self, chunk: _Chunk) -> None:
-        while chunk.moving:
-            self.transfers.wait(chunk.moving.pop())
-        scale = chunk.storage.scale
-        if scale is not None and "gradient" in chunk.buffers:
-            chunk.buffers["gradient"].mul_(scale)
-
-    def _step(self, chunk: _Chunk) -> None:
-        how = self.hows[chunk.flat.index]
-        pieces = [self._piece(chunk, how, *piece) for piece in chunk.pieces]
+    def _step(self, window: Window) -> None:
+        storage, grads = window.storage, window.rows.get("gradient")
+        if storage.scale is not None and grads is not None:
+            grads.mul_(storage.scale)
+        how = self.hows[storage.flat.index]
+        pieces = [self._piece(window, how, *piece) for piece in window.pieces]
         device = self.engine.device if how is None else None
         moments.step_pieces(self.optimizer, self.groups, how, pieces, device)
         for piece in pieces:
             entry, kept = piece.entry, self.small.get(piece.entry.number)
             after: dict[str, torch.Tensor] = {
-                key: state_place(state_shape(entry, key), part.dtype)
-                for key, part in piece.stored.items()
+                key: storage.new_state(entry, key, part.dtype, in_memory=False)
+                for key, part in (piece.stored if kept is None else {}).items()
             }
-            if kept is not None:
-                after = {key: part.view(entry.param.shape) for key, part in kept.items()}
+            for key, part in (kept or {}).items():
+                after[key] = part.view(entry.param.shape)
             self.scalars[entry.number] = entry, piece.numbers | after
 
     def _piece(
-        self, chunk: _Chunk, how: moments.MomentPolicy | None, entry: Entry, x: int, y: int
+        self, window: Window, how: moments.MomentPolicy | None, entry: Entry, x: int, y: int
     ) -> moments.Piece:
         """Return elements [x, y) of the owned interval."""
         param, begin = entry.param, entry.here.start
         state, small = self.optimizer.state.get(param, {}), self.small.get(entry.number)
         numbers = {k: v for k, v in state.items() if not moments.is_stored(how, k, v, param)}
+
+        def row(key: str, dtype: torch.dtype) -> torch.Tensor:
+            kind = state_kind(key, dtype)
+            if kind not in window.rows:
+                window.make(kind, dtype)
+            return window.part(kind, x, y)
+
         if small is not None:
             stored = moments.cut(small, x - begin, y - begin)
         else:
             kinds = {key: value.dtype for key, value in state.items() if key not in numbers}
             if how is not None:
                 kinds = how.parts(entry, self.optimizer.param_groups[self.groups[id(param)]])
-            stored = {key: self._view(chunk, key, dtype, x, y) for key, dtype in kinds.items()}
+            stored = {key: row(key, dtype) for key, dtype in kinds.items()}
             for key in stored.keys() - state.keys():
                 stored[key].view(torch.uint8).zero_()
-        if "gradient" in chunk.buffers:
-            grad = chunk.buffers["gradient"][x - chunk.a : y - chunk.a]
+        if "gradient" in window.rows:
+            grad = window.part("gradient", x, y)
         else:
             assert param.grad is not None
             grad = param.grad.reshape(-1)[x - begin : y - begin]
-        master, first = chunk.buffers["master"][x - chunk.a : y - chunk.a], moments.place(entry)
+        first = moments.place(entry) + x - begin
         return moments.Piece(
-            entry, first + x - begin, master, grad, stored, numbers, not state,
-            lambda key, dtype: self._view(chunk, key, dtype, x, y),
-        )  # fmt: skip
+            entry, first, window.part("master", x, y), grad, stored, numbers, not state, row
+        )
 
-    def _view(self, chunk: _Chunk, key: str, dtype: torch.dtype, x: int, y: int) -> torch.Tensor:
-        """Return elements [x, y) of a state in the chunk's buffers."""
-        kind, grain = state_kind(key, dtype), grain_of(key)
-        if kind not in chunk.buffers:
-            self._make(chunk, kind, dtype)
-        return chunk.buffers[kind][(x - chunk.a) // grain : -(-(y - chunk.a) // grain)]
-
-    def _write(self, chunk: _Chunk) -> None:
-        storage = chunk.storage
-        for kind, data in chunk.buffers.items():
+    def _write(self, window: Window) -> None:
+        for kind in window.rows:
             if kind != "gradient":
-                chunk.moving.append(
-                    storage.regions[kind].write(chunk.a // grain_of_kind(kind), data)
-                )
-                storage.written.add((kind, chunk.a))
-                self.transfers.entered(
-                    "written", chunk.flat.unit_name, data.numel() * data.element_size()
-                )
-        storage.stepped(chunk.a, chunk.b, chunk.buffers["master"])
-
-    def _finish(self, chunk: _Chunk) -> None:
-        while chunk.moving:
-            self.transfers.wait(chunk.moving.pop())
-        self.transfers.up.wait()  # copies up may still read the masters
-        chunk.buffers.clear()
-        while chunk.whole:
-            self.transfers.pool.give(chunk.whole.pop())
+                window.move("written", kind)
+                window.storage.written.add((kind, window.a))
+        window.storage.stepped(window.a, window.b, window.rows["master"])
