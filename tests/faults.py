@@ -304,7 +304,7 @@ FAULTS = [
     Fault(
         "checkpoints",
         "the next step does not wait for the copy of an asynchronous save",
-        "checkpoint/copying.py",
+        "checkpoint/background.py",
         "        if not self._done.is_set():",
         "        if False and not self._done.is_set():",
         ["tests/checkpoints/test_asynchronous.py"],
@@ -312,7 +312,7 @@ FAULTS = [
     Fault(
         "checkpoints",
         "what is written under the copy of an asynchronous save goes unnoticed",
-        "checkpoint/copying.py",
+        "checkpoint/background.py",
         "torn = [i for i, version in self._versions.items() if now[i] != version]",
         "torn: list[int] = []",
         ["tests/checkpoints/test_asynchronous.py"],

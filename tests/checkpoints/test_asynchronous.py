@@ -21,7 +21,7 @@ import onefold
 from checkpoints.injured import flip
 from on_ranks import on_ranks
 from onefold.checkpoint import Background, CheckpointError, tensorfile
-from onefold.checkpoint.copying import Copying
+from onefold.checkpoint.background import Copying
 from promises.jobs import whole_states
 from reference import adamw, built, differences, on_each_rank, train, weights
 from zoo import TinyGPT, tokens_of

@@ -12,7 +12,7 @@ A checkpoint contains no pickle.
 
 | to read about             | modules, in the order of a call                                                          |
 |---------------------------|------------------------------------------------------------------------------------------|
-| a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► copying, background      |
+| a save                    | checkpointer, saving ► parts (what this rank writes), per_rank ► background               |
 | a load                    | loading ► source (what can be loaded from), folder_source ► apply (into the model) |
 | messages between ranks    | together, progress (how long a rank waits)                                               |
 | the format                | folder (atomic rename), manifest, tensorfile, values                                     |

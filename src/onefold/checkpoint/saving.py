@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.background import Background
-from onefold.checkpoint.copying import Copying
+from onefold.checkpoint.background import Background, Copying
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import FULL, OWNER, Unfinished, flush, in_words
 from onefold.checkpoint.manifest import (
