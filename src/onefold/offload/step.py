@@ -278,7 +278,7 @@ class _Stepping:
         else:
             assert param.grad is not None
             grad = param.grad.reshape(-1)[x - begin : y - begin]
-        first = moments.place(entry) + x - begin
+        first = entry.owned()[0] + x - begin
         return moments.Piece(
             entry, first, window.part("master", x, y), grad, stored, numbers, not state, row
         )

@@ -226,16 +226,11 @@ def unpacked(stored: dict[str, torch.Tensor], key: str, numel: int) -> torch.Ten
     return stored[key].float()
 
 
-def elementwise(value: Any, param: torch.Tensor) -> bool:
-    """Return whether a state has an element for each element of the parameter."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
-
-
 def is_stored(how: MomentPolicy | None, key: str, value: Any, param: torch.Tensor) -> bool:
     """Return whether a state is stored element by element; else it is a number."""
-    if how is None:
-        return packed(key) is not None or elementwise(value, param)
-    return key in SIGNED or packed(key) is not None
+    if packed(key) is not None or how is not None:
+        return packed(key) is not None or key in SIGNED
+    return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
 def _put_back(how: MomentPolicy | None, piece: Piece, part: Part) -> dict[str, Any]:
@@ -297,7 +292,7 @@ def step_in_memory(
             stored = adopted(optimizer, how, entry, optimizer.param_groups[groups[id(param)]])
             numbers = {k: v for k, v in state.items() if not is_stored(how, k, v, param)}
             master, grad = param.data.reshape(-1), param.grad.reshape(-1)
-            pieces.append(Piece(entry, place(entry), master, grad, stored, numbers, not state))
+            pieces.append(Piece(entry, entry.owned()[0], master, grad, stored, numbers, not state))
     step_pieces(optimizer, groups, how, pieces)
     for piece in pieces:
         param = piece.entry.param
@@ -319,11 +314,6 @@ def skipped(optimizer: Any) -> bool:
     """
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found.item())
-
-
-def place(entry: Entry) -> int:
-    """Return the index, in the whole parameter, of the first element that this rank holds."""
-    return entry.owned()[0]
 
 
 def adopted(
