@@ -11,11 +11,12 @@ from torch import nn
 
 from onefold.checkpoint.background import Background, running
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.folder import Lock, in_words, latest, newest_first, prune, remove_litter
+from onefold.checkpoint.folder import in_words, newest_first, prune, remove_litter
 from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
+from onefold.locks import FileLock, hold
 from onefold.runtime.hooks import engine_of
 
 LOCK = ".lock"
@@ -66,7 +67,7 @@ class Checkpointer:
         meet(self._engine, "Checkpointer(...)")
         self._together = Together.of(self._engine)
         self._saving: Background | None = None
-        self._lock: Lock | None = None
+        self._lock: FileLock | None = None
         self.skipped = 0
         with self._together.each_rank():
             if self._together.rank == 0:
@@ -79,7 +80,7 @@ class Checkpointer:
             self.root.mkdir(parents=True, exist_ok=True)
             while self._lock is None:
                 try:
-                    self._lock = Lock(self.root / LOCK)
+                    self._lock = hold(self.root / LOCK)
                 except BlockingIOError as holder:
                     if time.monotonic() > end:
                         raise CheckpointError(
@@ -146,20 +147,6 @@ class Checkpointer:
                 logging.getLogger("onefold").warning(
                     "an old checkpoint could not be removed: %s", in_words(error)
                 )
-
-    def check(self) -> None:
-        """Raise CheckpointError if the save under way has failed. Does not wait for its end."""
-        if self._saving is not None and self._saving.done:
-            # `_saving` stays set: ranks see the end of the save at different moments, but must
-            # decide alike at the next save
-            self._saving.wait()
-
-    def latest(self) -> Path | None:
-        """Return the newest checkpoint with an undamaged manifest, as the first rank sees it.
-        Collective.
-        """
-        meet(self._engine, "Checkpointer.latest")
-        return self._together.from_first(latest(self.root) if self._together.rank == 0 else None)
 
     def load(self, **parts: Any) -> Loaded | None:
         """Load the newest undamaged checkpoint. Returns None if the folder has none. Collective.

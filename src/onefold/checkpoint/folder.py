@@ -15,12 +15,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import os
 import re
 import secrets
 import shutil
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,6 +27,7 @@ from typing import Self
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
 from onefold.checkpoint.progress import moved
+from onefold.locks import hold
 
 OWNER = "owner"
 #: The folder of checkpoints in the output folder of `onefold train`.
@@ -52,49 +51,6 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
-class Lock:
-    """A lock file that one process at a time holds. The system releases it when the process ends,
-    also after a crash.
-
-    Attributes:
-        known: False if the file system has no locks. The lock then excludes nobody.
-
-    Raises:
-        BlockingIOError: another process holds it; the text names that process.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.known, self._file = path, True, -1
-        self._process = os.getpid()
-        # Not through a link, which may lead to any file: the holder's name is written into it
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
-                self.known = False
-                return
-            holder = os.pread(self._file, 200, 0).decode(errors="replace").strip()
-            os.close(self._file)
-            self._file = -1
-            raise BlockingIOError(holder or "another process") from None
-        os.ftruncate(self._file, 0)
-        os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-
-    def __del__(self) -> None:
-        self.release()
-
-    def release(self) -> None:
-        if self._file >= 0:
-            # A forked child has the descriptor too. It closes its copy, but must not unlock the
-            # file for its parent.
-            if os.getpid() == self._process:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
-            os.close(self._file)
-            self._file = -1
-
-
 class Unfinished:
     """A folder that is being written, on the rank that creates it. `what`, `kind`: text for messages."""
 
@@ -111,7 +67,7 @@ class Unfinished:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_litter(target.parent, target.name)
             self.folder.mkdir()
-            self._lock = Lock(self.folder / OWNER)
+            self._lock = hold(self.folder / OWNER)
         except OSError as error:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.folder)
@@ -254,7 +210,7 @@ def _is_held(folder: Path) -> bool:
         age = time.time() - folder.stat().st_mtime
         if not (folder / OWNER).exists():
             return folder.name.endswith(".unfinished") and age < YOUNG
-        lock = Lock(folder / OWNER)
+        lock = hold(folder / OWNER)
         lock.release()
         return not lock.known and age < OLD
     except BlockingIOError:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import socket
@@ -25,6 +24,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from onefold.locks import FileLock
 from onefold.wording import TrainError
 
 LOCK = "run.lock"
@@ -43,9 +43,9 @@ class Claim:
     `known` is False if the file system has no locks: another run would not be noticed.
     """
 
-    def __init__(self, folder: Path, file: int, known: bool, made: list[Path]) -> None:
-        self.folder, self.known = folder, known
-        self._file, self._made = file, made
+    def __init__(self, folder: Path, lock: FileLock | None, made: list[Path]) -> None:
+        self.folder, self.known = folder, lock is not None and lock.known
+        self._lock, self._made = lock, made
 
     @classmethod
     def take(cls, folder: Path, run: str, patience: float = PATIENCE, new: bool = False) -> Claim:
@@ -59,22 +59,20 @@ class Claim:
         except OSError as error:
             raise TrainError(cannot_be_written(folder, error)) from None
         try:
-            return cls(folder, *_locked(folder / LOCK, run, time.monotonic() + patience), made)
+            return cls(folder, _locked(folder / LOCK, run, time.monotonic() + patience), made)
         except OSError as error:
-            cls(folder, -1, False, made).undo()
+            cls(folder, None, made).undo()
             raise TrainError(cannot_be_written(folder, error)) from None
 
     def release(self) -> None:
         """Release the claim. The last process of the run removes the lock file."""
-        if self._file < 0:
+        lock, self._lock = self._lock, None
+        if lock is None:
             return
         with contextlib.suppress(OSError):
-            if self.known:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_at(self._file, self.folder / LOCK):
-                (self.folder / LOCK).unlink()
-        os.close(self._file)
-        self._file = -1
+            if lock.take() and lock.is_there():
+                lock.path.unlink()
+        lock.release()
 
     def undo(self) -> None:
         """Release the claim and remove the folders that were created for the run, if empty."""
@@ -106,8 +104,8 @@ def _make(folder: Path) -> list[Path]:
     return missing
 
 
-def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
-    """Claim or join, as described above. Returns (the open file, whether it is locked)."""
+def _locked(path: Path, run: str, end: float) -> FileLock:
+    """Claim or join, as described above."""
     mine = {
         "run": run,
         "pid": os.getpid(),
@@ -117,19 +115,17 @@ def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
     }
     while True:
         record = None
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        lock = FileLock(path)
         with contextlib.ExitStack() as undo:
-            undo.callback(os.close, file)
-            claimed = _try(file, fcntl.LOCK_EX)
-            if claimed is not False and _is_at(file, path):
-                os.ftruncate(file, 0)
-                os.pwrite(file, json.dumps(mine).encode() + b"\n", 0)
+            undo.callback(lock.release)
+            if lock.take() and lock.is_there():
+                lock.write(json.dumps(mine).encode() + b"\n")
             # flock changes the lock in two steps, so another process may have claimed it in between
-            if claimed is None or (_try(file, fcntl.LOCK_SH) and _is_at(file, path)):
-                record = _read(file)
-                if claimed is None or (record is not None and record.get("run") == run):
+            if not lock.known or (lock.take(shared=True) and lock.is_there()):
+                record = _record(lock)
+                if not lock.known or (record is not None and record.get("run") == run):
                     undo.pop_all()
-                    return file, claimed is not None
+                    return lock
         if record is not None and (_is_there(record) or time.monotonic() > end):
             raise HeldError(_held(path.parent, record))
         if time.monotonic() > end:
@@ -140,26 +136,9 @@ def _locked(path: Path, run: str, end: float) -> tuple[int, bool]:
         time.sleep(_INTERVAL)
 
 
-def _try(file: int, kind: int) -> bool | None:
-    """Return whether the lock was taken; None if the file system has no locks."""
+def _record(lock: FileLock) -> dict[str, Any] | None:
     try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True
-
-
-def _is_at(file: int, path: Path) -> bool:
-    """Return whether `file` is still the file at `path`. A run that ends removes its lock file."""
-    try:
-        return os.path.samestat(os.fstat(file), path.stat())
-    except OSError:
-        return False
-
-
-def _read(file: int) -> dict[str, Any] | None:
-    try:
-        found = json.loads(os.pread(file, 1 << 16, 0))
+        found = json.loads(lock.read())
     except ValueError:
         return None
     return found if isinstance(found, dict) else None
