@@ -57,12 +57,11 @@ from onefold.optim.whole import Owned, owned
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
-from onefold.runtime.state.dicts import contents
+from onefold.runtime.state.dicts import contents, takes_extra_state
 
 # Options of a parameter group that a load does not change.
 _OWN = ("params", "param_names", *LOCAL_OPTIONS)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
-_EXTRA_STATE = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
 
 
 def dcp_state_dict(
@@ -174,10 +173,7 @@ class ModelState(_State):
         with disable_torch_function(), torch.no_grad():
             named = (self.model.named_parameters, self.model.named_buffers)
             places = {_clean(name) for each in named for name, _ in each(remove_duplicate=False)}
-            modules = {
-                _clean(f"{path}.{_EXTRA_STATE}".lstrip(".")): module
-                for path, module in self.model.named_modules()
-            }
+            modules = {_clean(name): m for name, m in takes_extra_state(self.model).items()}
             for name in (n for n in mine if n in state):
                 if name in places:
                     _take(name, mine[name], state[name])
@@ -221,16 +217,11 @@ class OptimizerState(_State):
         self._check()
         for optimizer in self.optimizers:
             meet(optimizer)
-        out: dict[str, Any] = {}
-        # Only some ranks may have what cannot be saved, and the others would wait for them in DCP
-        with Together.of(self.engine).each_rank():
-            out = self._state_dict()
-        return out
-
-    def _state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {}
+        groups: list[dict[str, Any]] = []
         stateless: set[int] = set()  # groups whose parameters get no state
-        with disable_torch_function(), torch.no_grad():
+        # Only some ranks may have what cannot be saved, and the others would wait for them in DCP
+        with Together.of(self.engine).each_rank(), disable_torch_function(), torch.no_grad():
             for optimizer, group, name, entry in self._parameters():
                 if name in state:
                     raise CheckpointError(

@@ -31,6 +31,7 @@ from onefold.checkpoint.source import Source, closed_on_error, read_by_another
 from onefold.checkpoint.together import Together, raise_different
 from onefold.checkpoint.values import refuse_another_state, short
 from onefold.runtime.engine import Engine
+from onefold.runtime.state.dicts import takes_extra_state
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,14 @@ def load(
     """
     things = {"scheduler": scheduler, "scaler": scaler, "data": data}
     if model is None:
-        return _without_model(Path(path), optimizer, *things.values())
+        if any(thing is not None for thing in (optimizer, *things.values())):
+            raise CheckpointError(
+                "load() was given no model; without one it reads step and extra only."
+            )
+        with contextlib.closing(source_of(Path(path))) as source:
+            return Loaded(
+                source.folder or Path(path), source.step, source.value("extra"), source.saved_by
+            )
     models, engines, together = begun("load", model)
     given = {name: kinds_of([things[name]]) for name in ("scheduler", "scaler")}
     if isinstance(model, nn.Module):
@@ -194,7 +202,9 @@ def _apply(
             filling.source.rules.remember()  # an export applies the same rules in reverse
     with together.each_rank():
         for model in models:
-            _set_extra_state(model, odd)
+            for name, module in takes_extra_state(model).items():
+                if name in odd:
+                    module.set_extra_state(odd[name])
         if restore is not None:
             restore()
         for name, value in values.items():
@@ -257,21 +267,3 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
             )
         out[name] = _of_rank(found, together) if name == "data" else found
     return out
-
-
-def _set_extra_state(model: nn.Module, odd: dict[str, Any]) -> None:
-    for name, value in odd.items():
-        owner = dict(model.named_modules()).get(name.removesuffix("_extra_state").rstrip("."))
-        if owner is not None and type(owner).get_extra_state is not nn.Module.get_extra_state:
-            owner.set_extra_state(value)
-
-
-def _without_model(path: Path, *things: Any) -> Loaded:
-    if any(thing is not None for thing in things):
-        raise CheckpointError(
-            "load() was given no model; without one it reads step and extra only."
-        )
-    with contextlib.closing(source_of(path)) as source:
-        if not isinstance(source, FolderSource):
-            return Loaded(path)
-        return Loaded(source.folder, source.step, source.value("extra"), source.saved_by)

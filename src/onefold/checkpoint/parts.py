@@ -255,7 +255,9 @@ def _collect_optimizers(
         said.append({"class": kind, "groups": groups})
         for key, state in optimizer.state.items():
             if id(key) not in known and state:
-                shape = f"a tensor of shape {tuple(key.shape)}" if torch.is_tensor(key) else repr(key)
+                shape = (
+                    f"a tensor of shape {tuple(key.shape)}" if torch.is_tensor(key) else repr(key)
+                )
                 raise CheckpointError(
                     f"{kind} keeps state under {shape}, which is no parameter of the model, and"
                     " nothing could give it back. Keep it in a parameter group, or save it with"

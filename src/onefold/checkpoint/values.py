@@ -127,16 +127,36 @@ def decode(value: Any, fetch: Fetch | None = None) -> Any:
         return [decode(v, fetch) for v in value]
     if not isinstance(value, dict):
         return value
-    if len(value) != 1 or not (name := next(iter(value))).startswith("$"):
+    name, inner = next(iter(value.items()), ("", None))
+    if len(value) != 1 or not name.startswith("$"):
         return {k: decode(v, fetch) for k, v in value.items()}
     try:
-        return _decode_tagged(name, value[name], fetch)
+        if name in ("$tensor", "$array"):
+            stored = fetch is not None and "stored" in inner
+            found: Any = fetch(inner["stored"]) if stored else _tensor(inner)
+            # `fetch` may have a stand-in
+            return found.numpy() if name == "$array" and torch.is_tensor(found) else found
+        if name in _READ:
+            return _READ[name](decode(inner, fetch))
     except CheckpointError:
         raise
     except Exception as error:  # whatever the constructors of the types raise
         raise DamagedCheckpoint(
             f"{short(value)} is no value that Onefold writes ({type(error).__name__}: {error})."
         ) from None
+    raise CheckpointError(
+        f"the checkpoint holds a value of the kind {name!r}, which this version of Onefold does not know."
+    )
+
+
+def _tensor(inner: dict[str, Any]) -> torch.Tensor:
+    data, dtype = base64.b64decode(inner["data"]), DTYPES[inner["dtype"]]
+    if numel_of(inner["shape"]) * dtype.itemsize != len(data):
+        raise ValueError(f"{len(data)} bytes of data for {inner['shape']}")
+    tensor = torch.empty(inner["shape"], dtype=dtype, device="cpu")
+    if tensor.numel():
+        bytes_of(tensor)[:] = data
+    return tensor
 
 
 def short(value: Any) -> str:
@@ -153,37 +173,6 @@ def formed(form: type[FormT], value: Any) -> FormT:
         wrong = error.errors()[0]
         where = ".".join(map(str, wrong["loc"]))
         raise ValueError(f"{where} is {short(wrong['input'])}: {wrong['msg']}") from None
-
-
-def _decode_tagged(name: str, inner: Any, fetch: Fetch | None) -> Any:
-    if name in ("$tensor", "$array"):
-        tensor = _decode_tensor(inner, fetch)
-        if name == "$tensor" or not isinstance(tensor, torch.Tensor):  # `fetch` has a stand-in
-            return tensor
-        return tensor.numpy()
-    if name not in _READ:
-        raise CheckpointError(
-            f"the checkpoint holds a value of the kind {name!r}, which this version of Onefold does"
-            " not know."
-        )
-    return _READ[name](decode(inner, fetch))
-
-
-def _decode_tensor(inner: dict[str, Any], fetch: Fetch | None) -> torch.Tensor:
-    if "stored" in inner:
-        if fetch is None:
-            raise CheckpointError(
-                f"tensor number {inner['stored']} of the checkpoint was asked for without its"
-                " files."
-            )
-        return fetch(inner["stored"])
-    data, dtype = base64.b64decode(inner["data"]), DTYPES[inner["dtype"]]
-    if numel_of(inner["shape"]) * dtype.itemsize != len(data):
-        raise ValueError(f"{len(data)} bytes of data for {inner['shape']}")
-    tensor = torch.empty(inner["shape"], dtype=dtype, device="cpu")
-    if tensor.numel():
-        bytes_of(tensor)[:] = data
-    return tensor
 
 
 def fits(ours: Any, value: Any, strict: bool = False) -> bool:

@@ -55,7 +55,9 @@ class Claim:
         not end within `patience` seconds; TrainError if the folder cannot be written to.
         """
         try:
-            made = [folder.parent, folder] if new else _make(folder)
+            missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
+            folder.mkdir(parents=True, exist_ok=True)
+            made = [folder.parent, folder] if new else missing  # outermost first
         except OSError as error:
             raise TrainError(cannot_be_written(folder, error)) from None
         try:
@@ -95,13 +97,6 @@ def cannot_be_written(folder: Path, error: OSError) -> str:
         errno.EEXIST: part,
     }.get(error.errno or 0, "name a folder that this user may write to")
     return f"--output {folder} cannot be written ({error.strerror or error}): {hint}."
-
-
-def _make(folder: Path) -> list[Path]:
-    """Create a folder. Returns the folders that did not exist, outermost first."""
-    missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-    folder.mkdir(parents=True, exist_ok=True)
-    return missing
 
 
 def _locked(path: Path, run: str, end: float) -> FileLock:

@@ -121,6 +121,15 @@ def _is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
+def takes_extra_state(module: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules that take an extra state, by its name in the state dict."""
+    return {
+        f"{path}._extra_state".lstrip("."): each
+        for path, each in module.named_modules()
+        if type(each).set_extra_state is not nn.Module.set_extra_state
+    }
+
+
 def beside_parameters(
     engine: Engine, module: nn.Module
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
