@@ -24,7 +24,7 @@ from on_ranks import on_ranks
 from onefold.checkpoint import CheckpointError, checkpointer
 from onefold.checkpoint import folder as folders
 from onefold.inspection.verify import examine
-from onefold.locks import hold
+from onefold.locks import Lock
 from onefold.reading import DEEPEST
 from ranks import outcomes_of
 from reference import adamw, built, differences, train, weights
@@ -267,19 +267,19 @@ def test_two_runs_cannot_save_into_one_folder(
 
 
 def test_a_forked_child_neither_keeps_the_lock_nor_takes_it_away(tmp_path: Path) -> None:
-    lock = hold(tmp_path / "lock")
+    lock = Lock(tmp_path / "lock")
     child = os.fork()
     if child == 0:
         lock.release()  # as a worker's garbage collector may
         os._exit(0)
     os.waitpid(child, 0)
     with pytest.raises(BlockingIOError):
-        hold(tmp_path / "lock")
+        Lock(tmp_path / "lock")
     sleeper = os.fork()
     if sleeper == 0:
         time.sleep(300.0)
         os._exit(0)
     lock.release()
-    hold(tmp_path / "lock").release()
+    Lock(tmp_path / "lock").release()
     os.kill(sleeper, signal.SIGKILL)
     os.waitpid(sleeper, 0)

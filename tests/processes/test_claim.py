@@ -14,22 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from onefold.processes.claim import LOCK, Claim, HeldError
+from onefold.processes.claim import LOCK, Claim
 from onefold.train.config import read_options
-from onefold.train.output import name_output, run_of
+from onefold.train.output import name_output
 from onefold.wording import TrainError
 from started_runs import SOURCE, runs, wait_until
 
-#: Claims the folder for a run, says so, and holds it until its standard input ends.
+#: Claims the folder, says so, and holds it until its standard input ends.
 HOLDS = """
 import sys
 from pathlib import Path
 from onefold.processes.claim import Claim
 from onefold.wording import TrainError
 try:
-    claim = Claim.take(Path(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    claim = Claim(Path(sys.argv[1]))
 except TrainError as error:
     print("refused:", error, flush=True)
+    sys.stdin.read()
     sys.exit()
 assert "torch" not in sys.modules
 print("held", flush=True)
@@ -69,8 +70,8 @@ class Claims(contextlib.ExitStack):
         super().__init__()
         self.folder = folder
 
-    def begin(self, run: object, patience: float = 10.0) -> subprocess.Popen[str]:
-        process = started(HOLDS, self.folder, run, patience)
+    def begin(self) -> subprocess.Popen[str]:
+        process = started(HOLDS, self.folder)
         self.callback(process.communicate, timeout=300)
         return process
 
@@ -79,36 +80,25 @@ class Claims(contextlib.ExitStack):
         return process.stdout.readline().strip()
 
 
-def test_a_folder_has_one_run_whose_processes_may_be_many(tmp_path: Path) -> None:
+def test_a_folder_has_one_run_until_it_ends_or_is_killed(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with Claims(folder) as claims:
-        first, other = (claims.begin("a") for _ in range(2))
-        assert claims.said(first) == claims.said(other) == "held"
-        with pytest.raises(HeldError) as told:
-            Claim.take(folder, "b", patience=0.2)
-        assert f" on {socket.gethostname()}, since " in str(told.value), told.value
-    assert not (folder / LOCK).exists(), "the last process of a run that ends by itself removes it"
-    Claim.take(folder, "b").release()
-
-
-def test_what_a_killed_run_left_behind_holds_the_folder_as_long_as_it_lives(tmp_path: Path) -> None:
-    with Claims(tmp_path) as claims:
-        launcher = claims.begin("a")
-        assert claims.said(launcher) == "held"
-        rank = claims.begin("a")
-        assert claims.said(rank) == "held"
-        launcher.kill()
-        launcher.wait()
-        os.kill(rank.pid, signal.SIGSTOP)  # it cannot end by itself, and holds on
-        with pytest.raises(HeldError, match=f"by what process {launcher.pid} on .* left behind"):
-            Claim.take(tmp_path, "b", patience=0.2)
-        rank.kill()
-        Claim.take(tmp_path, "b").release()
+        first = claims.begin()
+        assert claims.said(first) == "held"
+        words = f"in use by process {first.pid} on {socket.gethostname()}, since "
+        with pytest.raises(TrainError, match=words):
+            Claim(folder)
+        first.kill()
+        first.wait()
+        second = claims.begin()
+        assert claims.said(second) == "held"
+    assert not (folder / LOCK).exists(), "a run that ends by itself removes it"
+    Claim(folder).release()
 
 
 def test_of_runs_that_begin_at_the_same_moment_one_gets_the_folder(tmp_path: Path) -> None:
     with Claims(tmp_path / "run") as claims:
-        processes = [claims.begin(run, 30.0) for run in range(4)]
+        processes = [claims.begin() for _ in range(4)]
         said = {process.pid: claims.said(process) for process in processes}
         (winner,) = (pid for pid, text in said.items() if text == "held")
         assert sum(f"process {winner} on" in text for text in said.values()) == 3, said
@@ -117,7 +107,7 @@ def test_of_runs_that_begin_at_the_same_moment_one_gets_the_folder(tmp_path: Pat
 def test_a_claim_that_is_undone_leaves_no_folder_and_a_new_name_is_nobody_elses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    Claim.take(tmp_path / "a" / "b", "x").undo()
+    Claim(tmp_path / "a" / "b").undo()
     assert list(tmp_path.iterdir()) == []
     monkeypatch.chdir(tmp_path)
     names = {name_output(read_options({"model": "llama:tiny"})).output for _ in range(5)}
@@ -136,27 +126,7 @@ def test_a_claim_that_is_undone_leaves_no_folder_and_a_new_name_is_nobody_elses(
 def test_where_nothing_can_be_written_is_said(path: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(TrainError, match=said):
-        Claim.take(tmp_path / path, "x")
-
-
-AT = {"MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "none"}
-
-
-@pytest.mark.parametrize(
-    ("options", "one", "other", "same"),
-    [
-        ({}, {}, {}, False),
-        ({}, {"TORCHELASTIC_RUN_ID": "j", "RANK": "0"}, {"TORCHELASTIC_RUN_ID": "j", "RANK": "1"}, True),
-        ({}, {"RANK": "0", **AT}, {"RANK": "1", **AT}, True),
-        ({}, {"RANK": "0", **AT}, {"RANK": "0", **AT, "MASTER_PORT": "2"}, False),
-        ({}, {"ONEFOLD_RUN": "r", "RANK": "1", **AT}, {"ONEFOLD_RUN": "r"}, True),
-    ],
-)  # fmt: skip
-def test_a_run_has_one_name_in_all_its_processes_and_another_run_has_another(
-    options: dict[str, str], one: dict[str, str], other: dict[str, str], same: bool
-) -> None:
-    read = read_options(options)
-    assert (run_of(read, one) == run_of(read, other)) == same
+        Claim(tmp_path / path)
 
 
 @pytest.mark.parametrize("killed", [[1], [2, 1]], ids=["the second", "both at once"])

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 import held
-from onefold.processes.claim import LOCK, Claim, HeldError
+from onefold.processes.claim import LOCK, Claim
+from onefold.wording import TrainError
 from started_runs import (
     JOB,
     environment,
@@ -80,7 +81,7 @@ def test_a_second_command_is_refused_and_what_was_killed_makes_way(
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_end_with_it_and_hold_the_folder_as_long_as_they_live(
+def test_ranks_of_torchrun_end_with_it_and_the_first_holds_the_folder_as_long_as_it_lives(
     tmp_path: Path,
 ) -> None:
     launcher = [
@@ -104,8 +105,8 @@ def test_ranks_of_torchrun_end_with_it_and_hold_the_folder_as_long_as_they_live(
             metrics = tmp_path / "run" / "metrics.jsonl"
             wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
             (rank,) = (pid for pid in processes_of(tmp_path / "tmp") if pid != torchrun.pid)
-            with pytest.raises(HeldError, match=f"in use by process {rank} on "):
-                Claim.take(tmp_path / "run", "another")
+            with pytest.raises(TrainError, match=f"in use by process {rank} on "):
+                Claim(tmp_path / "run")
         finally:
             torchrun.kill()
     wait_until(lambda: not runs(rank))
@@ -114,8 +115,8 @@ def test_ranks_of_torchrun_end_with_it_and_hold_the_folder_as_long_as_they_live(
 
 def may_be_taken(folder: Path) -> bool:
     try:
-        Claim.take(folder, "another").release()
-    except HeldError:
+        Claim(folder).release()
+    except TrainError:
         return False
     return True
 

@@ -16,7 +16,7 @@ from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
-from onefold.locks import FileLock, hold
+from onefold.locks import Lock
 from onefold.runtime.hooks import engine_of
 
 LOCK = ".lock"
@@ -67,7 +67,7 @@ class Checkpointer:
         meet(self._engine, "Checkpointer(...)")
         self._together = Together.of(self._engine)
         self._saving: Background | None = None
-        self._lock: FileLock | None = None
+        self._lock: Lock | None = None
         self.skipped = 0
         with self._together.each_rank():
             if self._together.rank == 0:
@@ -80,7 +80,7 @@ class Checkpointer:
             self.root.mkdir(parents=True, exist_ok=True)
             while self._lock is None:
                 try:
-                    self._lock = hold(self.root / LOCK)
+                    self._lock = Lock(self.root / LOCK)
                 except BlockingIOError as holder:
                     if time.monotonic() > end:
                         raise CheckpointError(

@@ -27,7 +27,7 @@ from typing import Self
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
 from onefold.checkpoint.progress import moved
-from onefold.locks import hold
+from onefold.locks import Lock
 
 OWNER = "owner"
 #: The folder of checkpoints in the output folder of `onefold train`.
@@ -67,7 +67,7 @@ class Unfinished:
             target.parent.mkdir(parents=True, exist_ok=True)
             remove_litter(target.parent, target.name)
             self.folder.mkdir()
-            self._lock = hold(self.folder / OWNER)
+            self._lock = Lock(self.folder / OWNER)
         except OSError as error:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.folder)
@@ -210,7 +210,7 @@ def _is_held(folder: Path) -> bool:
         age = time.time() - folder.stat().st_mtime
         if not (folder / OWNER).exists():
             return folder.name.endswith(".unfinished") and age < YOUNG
-        lock = hold(folder / OWNER)
+        lock = Lock(folder / OWNER)
         lock.release()
         return not lock.known and age < OLD
     except BlockingIOError:

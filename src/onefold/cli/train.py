@@ -20,7 +20,6 @@ from onefold.processes.claim import Claim
 from onefold.processes.signals import end_with_parent
 from onefold.recipe.core import DIVISION
 from onefold.train.config import OPTIONS, TrainConfig, read_options
-from onefold.train.output import run_of
 from onefold.wording import TrainError
 
 #: {first field of a panel: title of the panel in the help}, in the order of `TrainConfig`. The
@@ -82,11 +81,8 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: end if torchrun ends
         end_with_parent()
     check_batch(config, int(os.environ["WORLD_SIZE"]))
-    claim = (
-        Claim.take(Path(config.output), run_of(config, os.environ))
-        if config.output is not None
-        else None
-    )
+    first = os.environ["RANK"] == "0"
+    claim = Claim(Path(config.output)) if first and config.output is not None else None
     config.check_recipe()
     from onefold.train.worker import run_rank
 

@@ -42,7 +42,7 @@ from onefold.processes.signals import (
 )
 from onefold.train.config import TrainConfig, with_precision
 from onefold.train.early import check_batch, refuse_groups
-from onefold.train.output import RUN, name_output, run_of, with_output
+from onefold.train.output import name_output, with_output
 from onefold.wording import TrainError, seconds_of
 
 #: Seconds to wait until a killed rank is gone.
@@ -78,13 +78,13 @@ def launch(config: TrainConfig) -> int:
     # With --nproc, check before GPUs are counted, which imports torch
     if config.nproc is not None:
         check_batch(config, config.nproc)
-    with _claimed(config) as (named, run):
+    with _claimed(config) as named:
         named = with_output(named)
         nproc, why = ranks_to_start(config)
         check_batch(config, nproc)
         named.check_recipe()
         refuse_groups(config, nproc)
-        return _run(_downloaded(named), nproc, why, run)
+        return _run(_downloaded(named), nproc, why)
 
 
 def _downloaded(config: TrainConfig) -> TrainConfig:
@@ -97,16 +97,15 @@ def _downloaded(config: TrainConfig) -> TrainConfig:
 
 
 @contextlib.contextmanager
-def _claimed(config: TrainConfig) -> Iterator[tuple[TrainConfig, str]]:
+def _claimed(config: TrainConfig) -> Iterator[TrainConfig]:
     """Hold the output folder for this run alone, inside the context.
-    Yields (`config` with the folder named, the run's name). On exit, removes a folder that was made
-    for this run and is still empty.
+    Yields `config` with the folder named. On exit, removes a folder that was made for this run and is
+    still empty.
     """
     with _signals_later():
         named = name_output(config)
         assert named.output is not None
-        run = run_of(named, os.environ)
-        claim = Claim.take(Path(named.output), run, new=config.output is None)
+        claim = Claim(Path(named.output), new=config.output is None)
         put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
     try:
         if not claim.known and not named.json_lines:
@@ -114,7 +113,7 @@ def _claimed(config: TrainConfig) -> Iterator[tuple[TrainConfig, str]]:
                 f"the file system of {named.output} has no locks: another run that writes there"
                 " would not be noticed"
             )
-        yield named, run
+        yield named
     finally:
         put_in_order.remove(claim.undo)
         claim.undo()
@@ -132,7 +131,7 @@ def _signals_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _run(config: TrainConfig, nproc: int, why: str, run: str) -> int:
+def _run(config: TrainConfig, nproc: int, why: str) -> int:
     """Start the ranks and wait for their end. Returns the exit status."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -145,7 +144,7 @@ def _run(config: TrainConfig, nproc: int, why: str, run: str) -> int:
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
         online = needs_hub(config.data)
         environment = child_environment(os.environ, nproc, control, config.compile, online)
-        environment |= {PARENT: str(os.getpid()), RUN: run}
+        environment |= {PARENT: str(os.getpid())}
         asked = LaunchConfig(
             1, 1, nproc, DefaultLogsSpecs(log_dir=folder), rdzv_backend=ALONE, max_restarts=config.max_restarts,
             signals_to_handle="SIGQUIT", shutdown_timeout=int(seconds_of(config.grace) + SPARE),

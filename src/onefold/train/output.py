@@ -1,6 +1,6 @@
 """The output folder of a run. Only one run at a time may use it (processes/claim.py).
 
-    OUTPUT/run.lock        who has claimed the folder, as JSON; locked (flock) by every process of the run
+    OUTPUT/run.lock        who has claimed the folder; locked (flock) by the command, or under torchrun by the first rank
     OUTPUT/train.yaml      the resolved configuration; `onefold train --config` reads it again
     OUTPUT/metrics.jsonl   one line per step, one with "resumed" for each start from a checkpoint, a last one with "done"
     OUTPUT/checkpoints/    step-00000100 and so on, where the run keeps any
@@ -16,10 +16,8 @@ import itertools
 import json
 import os
 import re
-import secrets
 import shutil
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +28,6 @@ from onefold.wording import TrainError
 
 #: The metrics file in an output folder.
 METRICS = "metrics.jsonl"
-#: Environment variable with the name of the run, for the processes that the run starts.
-RUN = "ONEFOLD_RUN"
-
-
-def run_of(config: TrainConfig, environment: Mapping[str, str]) -> str:
-    """Return the run's name: the same in all its processes, different from any other run's."""
-    if RUN in environment:
-        return environment[RUN]
-    elastic = environment.get("TORCHELASTIC_RUN_ID", "none")
-    if elastic != "none":
-        return f"torchrun {elastic}"
-    if "RANK" in environment:
-        return f"{environment.get('MASTER_ADDR')}:{environment.get('MASTER_PORT')}"
-    return secrets.token_hex(8)
 
 
 def name_output(config: TrainConfig) -> TrainConfig:

@@ -38,7 +38,7 @@ from onefold.train.config import TrainConfig
 from onefold.train.keeper import Keeper, check_time, started_at
 from onefold.train.loop import Row, train
 from onefold.train.memory_error import explain, is_out_of_memory
-from onefold.train.output import METRICS, Metrics, run_of, with_output, write_config
+from onefold.train.output import METRICS, Metrics, with_output, write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import JsonReporter, Reporter, Window, describe, observe, reporter
 from onefold.train.results import MERGED, export
@@ -179,26 +179,34 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
             given = config
             config = ranks.on_first(lambda: with_output(given, restarted))
             me.otherwise = otherwise(given, config, ranks)
-        claim = _held(config, ranks, claim)
+        if CONTROL not in os.environ:  # else the command holds it
+            claim = _claimed(config, ranks, claim)
         code = _run(config, ranks, me, restarted)
         me.leave()
         leave()
-        claim.release()
+        if claim is not None:
+            claim.release()
         return code
     except Exception as error:
         me.fail(error)
         raise
 
 
-def _held(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim:
-    """Return this rank's claim on the output folder, held until the rank ends. Collective."""
+def _claimed(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim | None:
+    """Return the first rank's claim on the output folder, held until the rank ends; None on other
+    ranks. Collective.
+    """
     assert config.output is not None
-    folder, run = Path(config.output), ranks.from_first(run_of(config, os.environ))
-    if claim is not None and claim.folder == folder:
-        return claim
-    if claim is not None:  # this rank was given another folder than the first rank
-        claim.undo()
-    return Claim.take(folder, run)
+    held, folder = [claim], Path(config.output)
+
+    def take() -> None:
+        if claim is None or claim.folder != folder:
+            if claim is not None:
+                claim.undo()
+            held[0] = Claim(folder)
+
+    ranks.on_first(take)
+    return held[0]
 
 
 def otherwise(given: TrainConfig, taken: TrainConfig, ranks: Ranks) -> str:
