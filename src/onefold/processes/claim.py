@@ -31,13 +31,13 @@ class Claim:
         """Claim `folder`. Creates it, unless `new` says that the caller has just created it.
         Raises TrainError if another run uses it, or if it cannot be written to.
         """
-        missing = [path for path in (folder, *folder.parents) if not path.exists()][::-1]
-        self.folder, self._made = folder, [folder.parent, folder] if new else missing
+        self.folder, self._made = folder, [folder.parent, folder] if new else []
         self._lock: Lock | None = None
         about = (
             f", since {time.strftime('%H:%M:%S')} ({' '.join(['onefold', *sys.argv[1:]])[:200]})"
         )
         try:
+            self._made += [path for path in (*folder.parents[::-1], folder) if not path.exists()]
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(folder / LOCK, about)
         except BlockingIOError as holder:
