@@ -120,30 +120,24 @@ class Filling:
         engine, masters = self.engine, MasterParts()
         engine.about_to_write()
         with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
-            for unit in engine.units:
-                for flat in unit.flats:
-                    self._fill(flat, [
-                        (Held(e, "", flat.dtypes.master, masters, *e.owned()), self.found[e.name])
-                        for e in flat.entries
-                        if e.name in self.found
-                    ])  # fmt: skip
+            for flat in engine.flats:
+                there = [(e, self.found[e.name]) for e in flat.entries if e.name in self.found]
+                dtype = flat.dtypes.master
+                self._fill(flat, [(Held(e, "", dtype, masters, *e.owned()), i) for e, i in there])
             masters.finish()
-            self._fill_buffers()
+            # The first of the ranks that share a buffer reads it
+            places = engine.buffers.places(self.buffers)
+            by_group: dict[Group, dict[Item, torch.Tensor]] = {}
+            for item, tensor in self.buffers.items():
+                group = places[item][0] if item.state else engine.group
+                by_group.setdefault(group, {})[item] = tensor
+            for group, found in by_group.items():
+                for item, tensor in found.items() if group.rank == 0 else ():
+                    with self._keeping():
+                        tensor.copy_(self._whole(item))
+                group.broadcast([*found.values()], engine.state_context("buffers"))
             engine.make_stale()
             engine.uninitialized.given({*self.found, *(item.name for item in self.buffers)})
-
-    def _fill_buffers(self) -> None:
-        """Read buffers on the first of the ranks that share them, and broadcast them."""
-        by_group: dict[Group, dict[Item, torch.Tensor]] = {}
-        places = self.engine.buffers.places(self.buffers)
-        for item, tensor in self.buffers.items():
-            group = places[item][0] if item.state else self.engine.group
-            by_group.setdefault(group, {})[item] = tensor
-        for group, found in by_group.items():
-            for item, tensor in found.items() if group.rank == 0 else ():
-                with self._keeping():
-                    tensor.copy_(self._whole(item))
-            group.broadcast([*found.values()], self.engine.state_context("buffers"))
 
     def optimizers(self, optimizers: list[torch.optim.Optimizer]) -> None:
         """Load optimizer states and parameter groups, after `fit_groups` has checked that they match.
@@ -156,46 +150,38 @@ class Filling:
         for item in self.source.items():
             if item.kind == "state":
                 states.setdefault(item.name, []).append(item)
-        owner = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
-        parts = {optimizer: OptimizerParts(optimizer) for optimizer in optimizers}
+        parts = [OptimizerParts(optimizer) for optimizer in optimizers]
+        owner = {
+            id(p): (each, group)
+            for each in parts
+            for group in each.optimizer.param_groups
+            for p in group["params"]
+        }
         with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
-            for unit in self.engine.units:
-                for flat in unit.flats:
-                    found: dict[tuple[str, str], list[tuple[Held, Item]]] = {}
-                    for entry in flat.entries:
-                        if id(entry.param) in owner:
-                            optimizer, group = owner[id(entry.param)]
-                            of = self.found.get(entry.name, Item("parameter", entry.name)).name
-                            for held, item in self._create(
-                                parts[optimizer], group, entry, of, states
-                            ):
-                                kind = held.key, str(held.dtype)
-                                found.setdefault(kind, []).append((held, item))
-                    # In the same order on every rank, since some of these reads are collective
-                    for kind in sorted(found):
-                        self._fill(flat, found[kind])
-            for optimizer in optimizers:
-                show_states(optimizer)
-                if wrong := parts[optimizer].error:
-                    self.error = self.error or CheckpointError(wrong)
+            for flat in self.engine.flats:
+                found: dict[tuple[str, str], list[tuple[Held, Item]]] = {}
+                for entry in (e for e in flat.entries if id(e.param) in owner):
+                    for held, item in self._create(*owner[id(entry.param)], entry, states):
+                        found.setdefault((held.key, str(held.dtype)), []).append((held, item))
+                # In the same order on every rank, since some of these reads are collective
+                for kind in sorted(found):
+                    self._fill(flat, found[kind])
+            for each in parts:
+                show_states(each.optimizer)
+                if each.error:
+                    self.error = self.error or CheckpointError(each.error)
 
     def _create(
-        self, parts: OptimizerParts, group: Mapping[str, Any], entry: Entry, name: str,
+        self, parts: OptimizerParts, group: Mapping[str, Any], entry: Entry,
         states: Mapping[str, list[Item]],
     ) -> Iterator[tuple[Held, Item]]:  # fmt: skip
-        """Make the states that the source has of a parameter, which is `name` there. An owner of a
-        matrix reads its own here; the states that have an element for each of the parameter's are
-        yielded, to be read.
+        """Make the states that the source has of a parameter. An owner of a matrix reads its own here;
+        the states that have an element for each of the parameter's are yielded, to be read.
         """
-        optimizer, whole, flat, known = (
-            parts.optimizer,
-            parts.owned(entry),
-            entry.flat,
-            self.source.items(),
-        )
-        stored_dtype = (
-            known[Item("parameter", name)].dtype if Item("parameter", name) in known else None
-        )
+        optimizer, whole, flat = parts.optimizer, parts.owned(entry), entry.flat
+        known, source = self.source.items(), self.found.get(entry.name)
+        name = entry.name if source is None else source.name
+        stored_dtype = None if source is None else known[source].dtype
         state: dict[str, Any] = {
             key: placed(value, entry.param, group)
             for key, value in self.source.scalars(name).items()
