@@ -362,7 +362,7 @@ class Region:
                 next page, and the bytes up to it are overwritten too.
 
         Raises:
-            ValueError: a condition is not met. Data is never copied to make it fit.
+            AssertionError: a condition is not met. Data is never copied to make it fit.
             TierError: the store is closed.
         """
         return self._move(READ, start, into)
@@ -377,7 +377,7 @@ class Region:
 
     def _move(self, op: str, start: int, tensor: torch.Tensor) -> Transfer:
         lo, nbytes = start * self.dtype.itemsize, _rounded(tensor.nbytes)
-        memory = self._memory(op, start, tensor)
+        memory = self._memory(start, tensor)
         with self._lock:
             self._under_way = [other for other in self._under_way if not other[-1].done()]
             for other_lo, other_hi, other_op, transfer in self._under_way:
@@ -387,28 +387,15 @@ class Region:
             self._under_way.append((lo, lo + nbytes, op, transfer))
         return transfer
 
-    def _memory(self, op: str, start: int, tensor: torch.Tensor) -> Any:
-        """Return the whole pages of `tensor`. Raises: ValueError: a condition of `read` is not met."""
-        end, nbytes = start + tensor.numel(), tensor.nbytes
-        first = int(tensor.storage_offset()) * tensor.element_size()
-        if (
-            tensor.dtype != self.dtype
-            or not tensor.is_contiguous()
-            or tensor.device.type != "cpu"
-            or not 0 <= start <= end <= self.numel
-            or start * self.dtype.itemsize % PAGE
-            or (nbytes % PAGE and end != self.numel)
-            or (nbytes and tensor.data_ptr() % PAGE)
-            or tensor.untyped_storage().nbytes() - first < _rounded(nbytes)
-        ):
-            raise ValueError(
-                f"{op} of region {self.name!r}, which has {self.numel:,} elements of {self.dtype}:"
-                f" elements {start:,} to {end:,} and a tensor of {tensor.dtype} on {tensor.device}"
-                f" were given. Give contiguous host memory of the region's dtype in whole pages of"
-                f" {PAGE:,} bytes, and begin and end on pages or with the region."
-            )
+    def _memory(self, start: int, tensor: torch.Tensor) -> Any:
+        """Return the whole pages of `tensor`."""
+        end, size = start + tensor.numel(), self.dtype.itemsize
+        assert tensor.dtype == self.dtype and tensor.is_contiguous() and 0 <= start <= end
+        assert end == self.numel or (end < self.numel and not tensor.nbytes % PAGE)
+        assert not (start * size % PAGE or (tensor.numel() and tensor.data_ptr() % PAGE))
+        first, nbytes = int(tensor.storage_offset()) * size, _rounded(tensor.nbytes)
         whole = torch.empty(0, dtype=torch.uint8, device="cpu")
-        return whole.set_(tensor.untyped_storage(), first, (_rounded(nbytes),), (1,))
+        return whole.set_(tensor.untyped_storage(), first, (nbytes,), (1,))
 
 
 def _rounded(nbytes: int) -> int:

@@ -133,5 +133,5 @@ class _Region(Region):
     def fits(self, tensor: torch.Tensor) -> bool:
         return False
 
-    def _memory(self, op: str, start: int, tensor: torch.Tensor) -> int:
+    def _memory(self, start: int, tensor: torch.Tensor) -> int:
         return -(-tensor.nbytes // PAGE) * PAGE
