@@ -64,7 +64,7 @@ class Filling:
     def __init__(
         self, engine: Engine, module: nn.Module, source: Source, strict: bool = False
     ) -> None:
-        self.engine, self.module, self.source = engine, module, source
+        self.engine, self.source = engine, source
         self.error: Exception | None = None
         self._buffer = torch.empty(CHUNK * 8, dtype=torch.uint8, device="cpu")  # in fp64 at most
         self.found: dict[str, Item] = {}
@@ -76,7 +76,7 @@ class Filling:
         # The tiles of one parameter all report the same name: report it once
         missing, wrong = dict[str, None](), dict[str, None]()
 
-        def fits(name: str, item: Item | None, shape: Sequence[int]) -> bool:
+        def matches(name: str, item: Item | None, shape: Sequence[int]) -> bool:
             if item is None or item not in items:
                 missing[name] = None
             elif items[item].shape != tuple(shape):
@@ -87,11 +87,11 @@ class Filling:
 
         for entry in engine.entries:
             item = source.parameter(entry.names)
-            if fits(entry.name, item, entry.shape) and item is not None:
+            if matches(entry.name, item, entry.shape) and item is not None:
                 self.found[entry.name] = item
         for name, tensor in held.items():
             item = Item("buffer", name, places[name][1] if name in own else "")
-            if fits(name, item, tensor.shape):
+            if matches(name, item, tensor.shape):
                 self.buffers[item] = tensor
         if strict and (elsewhere := [name for name in missing if name in own]):
             name = elsewhere[0]

@@ -251,15 +251,16 @@ def _collect_optimizers(
                     " both to one save or load."
                 )
             names = [here[id(p)].name for p in group["params"] if id(p) in here]
-            groups.append(encode({**group, "params": names}, f"group {number} of {kind}"))
+            if engine.rank == 0:
+                groups.append(encode({**group, "params": names}, f"group {number} of {kind}"))
         said.append({"class": kind, "groups": groups})
         for key, state in optimizer.state.items():
             if id(key) not in known and state:
-                shape = (
-                    f"a tensor of shape {tuple(key.shape)}" if torch.is_tensor(key) else repr(key)
-                )
+                what = repr(key)
+                if isinstance(key, torch.Tensor):
+                    what = f"a tensor of shape {tuple(key.shape)}"
                 raise CheckpointError(
-                    f"{kind} keeps state under {shape}, which is no parameter of the model, and"
+                    f"{kind} keeps state under {what}, which is no parameter of the model, and"
                     " nothing could give it back. Keep it in a parameter group, or save it with"
                     " extra=."
                 )
