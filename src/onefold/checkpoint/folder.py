@@ -20,7 +20,6 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
@@ -219,25 +218,20 @@ def _is_held(folder: Path) -> bool:
         return False
 
 
-def checkpoints(root: Path) -> Iterator[tuple[int, Path]]:
-    """Yield (step, folder) for every folder in `root` with a manifest. The step is -1 if the
-    manifest has none or cannot be read.
-    """
-    for folder in root.iterdir() if root.is_dir() else ():
-        if not folder.name.startswith(".") and (folder / MANIFEST).is_file():
-            try:
-                step = read_manifest(folder).step
-            except CheckpointError:
-                step = None
-            yield (-1 if step is None else step), folder
-
-
 def newest_first(root: Path, damaged: bool = False) -> list[Path]:
-    """Return the checkpoints in `root` by descending step. `damaged`: append those with no readable
-    step.
+    """Return the checkpoints in `root`, the folders with a manifest, by descending step. `damaged`: append
+    those whose manifest has none or cannot be read.
     """
-    found = [(step, folder.name, folder) for step, folder in checkpoints(root)]
-    return [folder for step, _, folder in sorted(found, reverse=True) if damaged or step >= 0]
+    found: list[tuple[int, str, Path]] = []
+    for folder in root.iterdir() if root.is_dir() else ():
+        if folder.name.startswith(".") or not (folder / MANIFEST).is_file():
+            continue
+        step = None
+        with contextlib.suppress(CheckpointError):
+            step = read_manifest(folder).step
+        if damaged or step is not None:
+            found.append((-1 if step is None else step, folder.name, folder))
+    return [folder for *_, folder in sorted(found, reverse=True)]
 
 
 def latest(root: Path | str) -> Path | None:

@@ -15,7 +15,7 @@ from torch import nn
 import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.apply import Filling, fit_groups
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.folder import checkpoints, latest, of_run
+from onefold.checkpoint.folder import latest, newest_first, of_run
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.parts import of_stage
@@ -120,7 +120,7 @@ def source_of(path: Path) -> Source:
         newest = latest(path)
         if newest is not None:
             return FolderSource(newest)
-        unnumbered = sorted(folder.name for _, folder in checkpoints(path))
+        unnumbered = sorted(folder.name for folder in newest_first(path, damaged=True))
         if unnumbered:
             raise CheckpointError(
                 f"{path} holds checkpoints whose step cannot be told ({', '.join(unnumbered[:5])}):"
