@@ -311,9 +311,9 @@ class Capabilities:
     def activations(self, engine: Engine) -> Activations:
         if engine.recipe.offload_activations is None:
             return Activations()
-        from onefold.offload.activations import of_engine
+        from onefold.offload.activations import ActivationStore
 
-        return of_engine(engine)
+        return ActivationStore(engine)
 
     def codec(self, name: str) -> Codec:
         from onefold.quant.codecs import CODECS

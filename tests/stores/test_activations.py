@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -39,11 +40,13 @@ def store_of(
     smallest: int = 1,
 ) -> ActivationStore:
     """A store that takes tensors of any size."""
-    store = ActivationStore(
-        torch.device(device), budget, resident=resident, gathered={}, smallest=smallest,
-        ledger=MemoryLedger(), host=MemoryLedger(), moved=lambda move, nbytes: None,
+    engine: Any = SimpleNamespace(
+        device=torch.device(device), units=(), memory=MemoryLedger(),
+        transfers=SimpleNamespace(host=MemoryLedger(), entered=lambda move, unit, nbytes: None),
+        gather=SimpleNamespace(by_storage={}), recipe=SimpleNamespace(offload_activations=budget),
     )  # fmt: skip
-    store.ahead = ahead
+    store = ActivationStore(engine)
+    store.ahead, store.smallest, store.resident = ahead, smallest, resident  # type: ignore[method-assign]
     if window is not None:
         store.side.window = window
     return store

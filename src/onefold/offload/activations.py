@@ -40,7 +40,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -251,34 +251,16 @@ class ActivationStore(Activations):
         refused: bytes that stayed on the device because the budget had no room.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        budget: int,
-        *,
-        resident: Callable[[], Iterable[torch.Tensor]],
-        gathered: Mapping[int, object],
-        ledger: MemoryLedger,
-        host: MemoryLedger,
-        moved: Callable[[str, int], None],
-        smallest: int = SMALLEST,
-    ) -> None:
-        """
-        Args:
-            device: the device whose tensors go down.
-            budget: bytes of host memory, never exceeded. Tensors that do not fit stay on the
-                device.
-            resident: returns tensors whose memory stays on the device anyway; called for each pass.
-            gathered: storages that hold gathered parameters at the moment, which stay too.
-            ledger: counts the device bytes that the store holds for copies.
-            host: counts all bytes of the store on the host.
-            moved: called for each copy with "up" or "down" and its bytes.
-        """
-        self.device = with_index(device)  # as tensors say it
-        self.resident, self.gathered, self.ledger, self.moved = resident, gathered, ledger, moved
-        self.smallest, self.ahead = smallest, min(NEAR, budget // 8)
+    def __init__(self, engine: Engine) -> None:
+        budget, transfers = engine.recipe.offload_activations, engine.transfers
+        assert budget is not None
+        self.device = with_index(engine.device)  # as tensors say it
+        # Storages that hold gathered parameters at the moment stay, too
+        self.units, self.gathered = engine.units, engine.gather.by_storage
+        self.ledger, self.entered = engine.memory, transfers.entered
+        self.smallest, self.ahead = SMALLEST, min(NEAR, budget // 8)
         self.side = CopyStream(self.device, window=self.ahead)
-        self.arena = Arena(budget, host, self.side)
+        self.arena = Arena(budget, transfers.host, self.side)
         self.down = self.up = self.refused = 0
         self.dropped: deque[Copy] = deque()
         self._there: set[int] = set()
@@ -293,6 +275,16 @@ class ActivationStore(Activations):
     def held(self) -> int:
         """Bytes on the host now, without alignment."""
         return sum(copy.nbytes for copy in self._copies if copy.handles)
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield tensors whose memory stays on the device anyway."""
+        for flat in (flat for unit in self.units for flat in unit.flats):
+            if flat.full is not None and flat.resident:
+                yield flat.full
+            if flat.unsharded:
+                yield from (entry.param for entry in flat.entries)
+        if self.units and (model := self.units[0].module()) is not None:
+            yield from model.buffers()
 
     # -- around the passes -------------------------------------------------------------------------
 
@@ -325,7 +317,7 @@ class ActivationStore(Activations):
         system once no graph keeps a tensor in it.
         """
         with self._lock:
-            self.resident, self.gathered, self.moved = tuple, {}, lambda move, nbytes: None
+            self.units, self.gathered, self.entered = [], {}, lambda move, unit, nbytes: None
             self.arena.close()
         self.bury()
 
@@ -452,7 +444,7 @@ class ActivationStore(Activations):
         copy.position = len(self._copies)
         self._copies.append(copy)
         self.down += nbytes
-        self.moved("down", nbytes)
+        self.entered("down", "activations", nbytes)
         self.ledger.add(ACTIVATIONS_MOVING, nbytes)
         source = _view(storage, self.device, torch.uint8, start, (nbytes,), (1,))
         into, ledger = self.arena.bytes(block, nbytes), self.ledger
@@ -486,7 +478,7 @@ class ActivationStore(Activations):
             copy.here, copy.stream = empty(copy.nbytes, torch.uint8, self.device), stream
             copy.read = 0
             self.up += copy.nbytes
-            self.moved("up", copy.nbytes)
+            self.entered("up", "activations", copy.nbytes)
             self.ledger.add(ACTIVATIONS_MOVING, copy.nbytes)
             copy.ticket = self.side.start(copy.here, self.arena.bytes(copy.block, copy.nbytes))
         return copy.here
@@ -535,37 +527,6 @@ class ActivationStore(Activations):
             del self._found[copy.key]
         while self._copies and not self._copies[-1].handles:
             self._copies.pop()
-
-
-def of_engine(engine: Engine) -> ActivationStore:
-    """Return the store of an engine whose recipe has a budget for activations."""
-    module, transfers, budget = (
-        engine.units[0].module,
-        engine.transfers,
-        engine.recipe.offload_activations,
-    )
-    assert budget is not None
-
-    units = engine.units
-
-    def resident() -> Iterable[torch.Tensor]:
-        for flat in (flat for unit in units for flat in unit.flats):
-            if flat.full is not None and flat.resident:
-                yield flat.full
-            if flat.unsharded:
-                yield from (entry.param for entry in flat.entries)
-        if (model := module()) is not None:
-            yield from model.buffers()
-
-    return ActivationStore(
-        engine.device,
-        budget,
-        resident=resident,
-        gathered=engine.gather.by_storage,
-        ledger=engine.memory,
-        host=transfers.host,
-        moved=lambda move, nbytes: transfers.entered(move, "activations", nbytes),
-    )
 
 
 def _view(
