@@ -30,7 +30,6 @@ from torch.optim.optimizer import Optimizer
 import onefold.quant.moments as moments
 from onefold.memory import GRADIENTS, TierError
 from onefold.offload.storage import NvmeStorage, Window, inside, state_kind
-from onefold.recipe.moments import grain_of
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -214,9 +213,8 @@ class _Stepping:
                 state |= parts
         for key, value in state.items():
             if moments.is_stored(how, key, value, entry.param) and not value.is_meta:
-                kind = state_kind(key, value.dtype)
                 state[key] = storage.new_state(entry, key, value.dtype, in_memory=False)
-                storage.write_part(kind, entry.here.start // grain_of(key), value.reshape(-1))
+                storage.write(entry, key, state[key], *entry.owned(), value.reshape(-1))
 
     # -- one window --------------------------------------------------------------------------------
 
