@@ -544,7 +544,7 @@ FAULTS = [
     Fault(
         "stores",
         "a rank adds its own part of a gradient encoded, as it would be sent",
-        "quant/hops.py",
+        "quant/encoded.py",
         "        self._encode(buffer[: self.mine.start], coded[:here])\n",
         "        self._encode(buffer[: self.mine.start], coded[:here])\n"
         "        own = torch.empty(self.used, dtype=torch.uint8)\n"

@@ -274,7 +274,7 @@ class Capabilities:
 
     def storage(self, flat: Flat, engine: Engine) -> Storage:
         if flat.spec.stored:
-            from onefold.quant.encoded_storage import EncodedStorage
+            from onefold.quant.encoded import EncodedStorage
 
             return EncodedStorage(flat, engine)
         if (tiers := flat.spec.tiers) is not None:
@@ -286,14 +286,14 @@ class Capabilities:
     def gather(self, flat: Flat, engine: Engine) -> Gather:
         if flat.spec.gather_codec is None:
             return Gather(flat, engine)
-        from onefold.quant.gather_paths import EncodedGather
+        from onefold.quant.encoded import EncodedGather
 
         return EncodedGather(flat, engine)
 
     def hop(self, flat: Flat, at: int, engine: Engine) -> Hop:
         hop = flat.spec.hops[at]
         if flat.spec.encodes(hop) and not flat.group.alone:
-            from onefold.quant.hops import Encoded
+            from onefold.quant.encoded import Encoded
 
             return Encoded(flat, at, engine)
         by: dict[str, Any] = {"pairwise": Pairwise, "at once": Rows, "backend": Native}

@@ -3,7 +3,7 @@
 | what                                   | where                                                |
 |----------------------------------------|------------------------------------------------------|
 | floats as fewer bytes                  | `codecs`                                             |
-| encoded wires, encoded frozen weights  | `gather_paths`, `hops`, `encoded_storage`            |
+| encoded wires, encoded frozen weights  | `encoded`                                            |
 | moments of optimizers in fewer bits    | `moments`, `moment_packing`                          |
 | stochastic rounding to bf16            | `bf16_rounding`                                      |
 | what is compiled on CUDA               | `compiled`                                           |

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # | class           | file                  | what travels                                                          |
 # |-----------------|-----------------------|-----------------------------------------------------------------------|
 # | `Gather`        | here                  | values in the compute dtype                                           |
-# | `EncodedGather` | quant/gather_paths.py | bytes, encoded once after a step                                      |
+# | `EncodedGather` | quant/encoded.py      | bytes, encoded once after a step                                      |
 #
 # | path                                                                  | where                            |
 # |-----------------------------------------------------------------------|----------------------------------|

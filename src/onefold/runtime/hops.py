@@ -14,7 +14,7 @@ One `Hop` for each hop of each flat buffer, chosen once in `shard()`:
 | `Pairwise`     | here          | in messages between two ranks (gloo)   | here, in rank order                     |
 | `Rows`         | here          | in one all_to_all_single (NCCL)        | here, in rank order                     |
 | `Native`       | here          | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
-| `Encoded`      | quant/hops.py | encoded (qgZ)                          | here, decoded, in rank order            |
+| `Encoded`      | quant/encoded.py | encoded (qgZ)                          | here, decoded, in rank order            |
 
 [Note: a hop under way is a generator] `Hop.start` yields once, when its messages are launched. The
 second `next` lands it (`landed`): it waits for the parts, adds them up and returns the sums. `drop`

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 # | `DeviceStorage`  | here                     | on the device, or where they were       | yes               |
 # | `HostStorage`    | offload/storage.py       | in host memory                          | yes               |
 # | `NvmeStorage`    | offload/storage.py  | in files on a disk                      | no                |
-# | `EncodedStorage` | quant/encoded_storage.py | on the device, encoded (frozen weights) | no                |
+# | `EncodedStorage` | quant/encoded.py         | on the device, encoded (frozen weights) | no                |
 #
 #     build ─► store ─► ( put ─► gather ... backward ─► accept ─► take_gradient ─► step ─► renew )*
 #

@@ -1,0 +1,189 @@
+"""What is stored or sent encoded: frozen weights (QLoRA's base), gathers (qwZ, ZeRO++) and reductions (qgZ).
+
+Gathers: after a step each rank's interval is encoded once. It is sent and cached as bytes, and decoded
+into the flat buffer after the last hop. Each rank decodes its own interval too, so all ranks compute
+with the same values. The bytes of the intervals that a rank owns are cached; with hpZ those of the
+group's shard. Frozen weights that are stored encoded are bytes already, so nothing is cached.
+
+Reductions: each part is encoded for its receiver, which decodes it and adds it in the accumulation
+dtype. Encoded values are never added. A rank's own part is not encoded.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+
+from onefold.comm import CollectiveContext, Group, Pending
+from onefold.memory import GATHERED
+from onefold.quant.codecs import CODECS
+from onefold.runtime.gather import Gather
+from onefold.runtime.hops import Hop, UnderWay
+from onefold.runtime.storage import Storage
+
+if TYPE_CHECKING:
+    from onefold.runtime.engine import Engine
+    from onefold.runtime.flat import Entry, Flat
+
+
+class EncodedIntervals:
+    """Encodes and decodes the ranks' intervals of a flat buffer. Each interval is encoded
+    separately and takes `each` bytes, so the bytes do not depend on the groups.
+
+        values   | interval 0 | interval 1 | interval 2 | ...     shard_numel elements each
+        bytes    | each       | each       | each       | ...     a multiple of 16
+    """
+
+    def __init__(self, flat: Flat, codec: str | None) -> None:
+        self.codec, self.numel = CODECS[codec or ""], flat.layout.shard_numel
+        self.used = self.codec.encoded_bytes(self.numel)
+        self.each = flat.spec.each
+
+    def bytes_of(self, addresses: tuple[int, int]) -> tuple[int, int]:
+        """Return where the bytes of whole intervals, given by their addresses, begin and end."""
+        a, b = (edge // max(self.numel, 1) * self.each for edge in addresses)
+        return a, b
+
+    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        """Encode `values` of some intervals into their bytes `coded`."""
+        if self.numel and values.numel():
+            self.codec.encode(values.view(-1, self.numel), self.rows(coded))
+
+    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
+        """Decode the bytes `coded` of some intervals into `values`."""
+        if self.numel and values.numel():
+            self.codec.decode(self.rows(coded), values.view(-1, self.numel))
+
+    def rows(self, coded: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of intervals without their padding, [intervals, used]."""
+        return coded.view(-1, self.each)[:, : self.used]
+
+
+class EncodedStorage(Storage):
+    """Frozen weights that are stored only as the bytes that gathers send (QLoRA's base).
+
+    Attributes:
+        payload: the intervals that this rank owns, encoded.
+    """
+
+    in_place = False
+    payload: torch.Tensor
+
+    def __init__(self, flat: Flat, engine: Engine) -> None:
+        super().__init__(flat)
+        self.intervals = EncodedIntervals(flat, engine.recipe.frozen)
+
+    def build(self, device: torch.device) -> torch.Tensor:
+        self.payload = torch.empty(self.flat.spec.cached_bytes, dtype=torch.uint8, device=device)
+        return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
+
+    def decoded(self) -> torch.Tensor:
+        values = torch.empty(self.numel, dtype=self.flat.dtypes.master, device=self.payload.device)
+        self.intervals.decode(self.payload, values)
+        return values
+
+    def store(self, values: torch.Tensor) -> None:
+        self.intervals.encode(values, self.payload)
+
+    def refuse_training(self, entry: Entry) -> None:
+        raise ValueError(
+            f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it is stored"
+            " encoded, and cannot be trained now. Leave requires_grad=True while calling shard()"
+            " and freeze it afterwards, or leave frozen out of the recipe."
+        )
+
+    def put(self, full: torch.Tensor) -> None:
+        """Do nothing: `EncodedGather` sends the bytes."""
+
+
+class EncodedGather(Gather):
+    """One all-gather of bytes among the ranks that together own the whole."""
+
+    exact = False
+
+    def __init__(self, flat: Flat, engine: Engine) -> None:
+        super().__init__(flat, engine)
+        recipe = engine.recipe
+        codec = recipe.frozen if flat.spec.stored else recipe.parameters.codec
+        self.intervals, self.pool = EncodedIntervals(flat, codec), engine.pool
+
+    def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending:
+        flat = self.flat
+        # Take the buffer on the computing stream: the pool reuses it in that stream's order.
+        coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
+
+        def decode() -> None:
+            self.intervals.decode(coded, full)
+            self.pool.give(coded)
+
+        with self.up.on_stream() if self.beside else nullcontext():
+            return self.send(full, coded, context).then(decode)
+
+    @property
+    def cached_slice(self) -> slice:
+        flat = self.flat
+        return slice(
+            *self.intervals.bytes_of(flat.shard if flat.spec.has_secondary else flat.owned)
+        )
+
+    def fill(self, full: torch.Tensor, wire: torch.Tensor) -> None:
+        """Encode what this rank owns, interval by interval, unless it is stored so."""
+        a, b = self.flat.owned
+        coded, storage = wire[slice(*self.intervals.bytes_of((a, b)))], self.flat.storage
+        if isinstance(storage, EncodedStorage):
+            coded.copy_(storage.payload)
+            return
+        self.put(full)
+        self.intervals.encode(full[a:b], coded)
+
+    def all_gather(self, group: Group, wire: torch.Tensor, context: CollectiveContext) -> Pending:
+        """Gather the bytes of the whole, or of a shard, among ranks that each have a part. The
+        ledger also gets the size before encoding (`plain`).
+        """
+        flat = self.flat
+        whole = flat.layout.numel * flat.dtypes.compute.itemsize
+        plain = whole * wire.numel() // flat.spec.coded_bytes
+        return group.all_gather(wire, context, flat.index, plain=plain)
+
+
+class Encoded(Hop):
+    """One hop with encoded parts. Each encoded part begins at a multiple of 16 bytes."""
+
+    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
+        super().__init__(flat, at, engine)
+        self.codec = CODECS[engine.recipe.gradients.codec or ""]
+        self.used = self.codec.encoded_bytes(self.own)
+
+    def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
+        buffer, group, flat, here = taken[0], self.group, self.flat, self.group.rank
+        room, mine, plain = (
+            self.rooms[buffer.dtype],
+            buffer[self.mine],
+            self.own * self.wire.itemsize,
+        )
+        sent, received = (self.take(n, room.dtype, taken) for n in (room.sent, room.received))
+        coded, rows = (each.view(group.size, room.part) for each in (sent, received))
+        self._encode(buffer[: self.mine.start], coded[:here])
+        self._encode(buffer[self.mine.stop :], coded[here + 1 :])
+        if group.native and self.used == room.part:
+            pending = group.scatter_parts(sent, rows, context, flat.index, plain, flat.trained)
+        else:
+            sends, recvs = (
+                [(p, each[p, : self.used]) for p in group.peers] for each in (coded, rows)
+            )
+            pending = self.exchange(sends, recvs, context, plain)
+        yield from self.until_here(pending)
+        total, target = self.total()
+        sums = target
+        if target.dtype != self.sums:
+            sums = self.take(self.own, self.sums, taken)
+        self.codec.decode_sum(rows[:, : self.used], mine, here, sums)
+        self.add([sums], target)
+        return total
+
+    def _encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
+        """Encode the parts of neighbours, which lie end to end, each into a row."""
+        if values.numel():
+            self.codec.encode(values.view(-1, self.own), coded[:, : self.used])
