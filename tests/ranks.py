@@ -41,7 +41,7 @@ from typing import Any
 PRELOADED = [
     "pytest", "torch", "torch.distributed", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch._dynamo",
     "torch.nn.parallel", "torch.distributed.pipelining", "torch.utils.checkpoint", "onefold.sharding", "onefold.checkpoint",
-    "onefold.offload", "onefold.offload.activations", "onefold.offload.stepper", "onefold.plan",
+    "onefold.offload", "onefold.offload.activations", "onefold.offload.step", "onefold.plan",
     "zoo", "ranks",
 ]  # fmt: skip
 #: {name of a fork server: what it imports before that}

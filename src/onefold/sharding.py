@@ -302,7 +302,7 @@ class Capabilities:
 
     def steppers(self, engine: Engine) -> Steppers:
         """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""
-        from onefold.offload.stepper import ApartStepper
+        from onefold.offload.step import ApartStepper
         from onefold.optim.whole import WholeStep
 
         # The first takes no shards on disks, and those on the host before the stepper of all others there

@@ -58,8 +58,7 @@ from onefold import layout
 from onefold.device import chunk_for
 from onefold.layout import ShardSpec, round_up
 from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
-from onefold.offload.step import AHEAD, BEHIND
-from onefold.offload.stepper import WAITING
+from onefold.offload.step import AHEAD, BEHIND, WAITING
 from onefold.offload.transfers import BEHIND as WRITES
 from onefold.plan.job import Convention
 from onefold.plan.rank import UnitPlan

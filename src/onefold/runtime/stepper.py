@@ -4,8 +4,8 @@
 |-----------------------------------------|----------------------------------------------|------------------------------|
 | on the device                           | the user's optimizer itself                  | at `optimizer.step()`        |
 | of whole matrices, also on the host     | the user's optimizer, by owners (optim/whole.py) | before the rest of that step |
-| with moments in 8 or 4 bits             | its rule, piece by piece (offload/stepper.py) | before the rest of that step |
-| on the host                             | the user's optimizer, unit by unit (offload/stepper.py) | before the rest of that step |
+| with moments in 8 or 4 bits             | its rule, piece by piece (offload/step.py) | before the rest of that step |
+| on the host                             | the user's optimizer, unit by unit (offload/step.py) | before the rest of that step |
 | on NVMe                                 | the user's optimizer, chunk by chunk (the same) | before the rest of that step |
 | on the host or NVMe, `step_in_backward` | as above, in a thread (the same) | when its gradient has landed |
 
