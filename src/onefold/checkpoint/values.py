@@ -132,8 +132,11 @@ def decode(value: Any, fetch: Fetch | None = None) -> Any:
         return {k: decode(v, fetch) for k, v in value.items()}
     try:
         if name in ("$tensor", "$array"):
-            stored = fetch is not None and "stored" in inner
-            found: Any = fetch(inner["stored"]) if stored else _tensor(inner)
+            found: Any = (
+                fetch(inner["stored"])
+                if fetch is not None and "stored" in inner
+                else _tensor(inner)
+            )
             # `fetch` may have a stand-in
             return found.numpy() if name == "$array" and torch.is_tensor(found) else found
         if name in _READ:
