@@ -127,7 +127,8 @@ def decode(value: Any, fetch: Fetch | None = None) -> Any:
         return [decode(v, fetch) for v in value]
     if not isinstance(value, dict):
         return value
-    name, inner = next(iter(value.items()), ("", None))
+    tagged: tuple[str, Any] = next(iter(value.items()), ("", None))
+    name, inner = tagged
     if len(value) != 1 or not name.startswith("$"):
         return {k: decode(v, fetch) for k, v in value.items()}
     try:
