@@ -41,6 +41,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -194,12 +195,14 @@ class Kept:
         self.version = t._version
 
 
+@dataclass(eq=False)
 class Copy:
     """Bytes [start, start + nbytes) of a storage at one version, on the host.
 
     Attributes:
         root: the tensor with that version. Every saved tensor of this copy is `root` or a view of
             it.
+        position: in the order of saving.
         handles: number of saved tensors of this copy that autograd holds.
         read: how many of these were read since the bytes last came up. read_by: the backward pass
             that has read all of them.
@@ -207,19 +210,19 @@ class Copy:
         ticket: the copy that writes `here`. stream: the stream on which `here` was allocated.
     """
 
-    __slots__ = (
-        "block", "handles", "here", "key", "nbytes", "position", "read", "read_by", "root", "start", "stream", "ticket", "version",
-    )  # fmt: skip
-
-    def __init__(
-        self, key: Any, version: int, root: torch.Tensor, block: Block, start: int, nbytes: int
-    ) -> None:
-        self.key, self.version, self.root, self.block = key, version, weakref.ref(root), block
-        self.start, self.nbytes = start, nbytes
-        self.handles = self.read = self.position = 0
-        self.read_by = -1
-        self.here: torch.Tensor | None = None
-        self.ticket = self.stream = None
+    key: Any
+    version: int
+    root: weakref.ref[torch.Tensor]
+    block: Block
+    start: int
+    nbytes: int
+    position: int
+    handles: int = 0
+    read: int = 0
+    read_by: int = -1
+    here: torch.Tensor | None = None
+    ticket: Any = None
+    stream: Any = None
 
 
 class Moved:
@@ -440,8 +443,9 @@ class ActivationStore(Activations):
         if block is None:
             self.refused += nbytes
             return None
-        copy = self._found[key] = Copy(key, version, root, block, start, nbytes)
-        copy.position = len(self._copies)
+        position = len(self._copies)
+        copy = Copy(key, version, weakref.ref(root), block, start, nbytes, position)
+        self._found[key] = copy
         self._copies.append(copy)
         self.down += nbytes
         self.entered("down", "activations", nbytes)
