@@ -207,7 +207,7 @@ def begun(call: str, model: Models) -> tuple[list[nn.Module], list[Engine], Toge
         meet(engine, call)
     if isinstance(model, nn.Module):
         return models, engines, Together.of(engines[0])
-    return models, engines, Together.across(engines[0], across_stages(engines))
+    return models, engines, Together.of(engines[0], across_stages(engines))
 
 
 def _own_buffers(engine: Engine, model: nn.Module, optimizer: Optimizers) -> Mapping[str, Any]:

@@ -26,8 +26,7 @@ from onefold.runtime.uninitialized import UninitializedError
 
 _T = TypeVar("_T")
 
-_known: weakref.WeakKeyDictionary[Engine, Together] = weakref.WeakKeyDictionary()
-_across: weakref.WeakKeyDictionary[Group, Together] = weakref.WeakKeyDictionary()
+_known: weakref.WeakKeyDictionary[Engine | Group, Together] = weakref.WeakKeyDictionary()
 
 
 def meet(engine: Engine, call: str) -> None:
@@ -79,20 +78,14 @@ class Together:
         return max(self.data_of) + 1
 
     @classmethod
-    def of(cls, engine: Engine) -> Together:
-        """Return the engine's `Together`. The first call is collective."""
-        if engine not in _known:
-            _known[engine] = cls(engine)
-        return _known[engine]
-
-    @classmethod
-    def across(cls, engine: Engine, group: Group) -> Together:
-        """Return the ranks of all stages of a pipeline (`optim.clip.across_stages`). The first call
-        is collective over them.
+    def of(cls, engine: Engine, across: Group | None = None) -> Together:
+        """Return the engine's ranks, or those of all stages of a pipeline (`optim.clip.across_stages`).
+        The first call is collective over them.
         """
-        if group not in _across:
-            _across[group] = cls(engine, group)
-        return _across[group]
+        key = engine if across is None else across
+        if key not in _known:
+            _known[key] = cls(engine, across)
+        return _known[key]
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return every rank's value, in rank order."""

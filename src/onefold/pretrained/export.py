@@ -119,7 +119,7 @@ def export(
         makes |= wholes(engine, each)
     together, owners = Together.of(engines[0]), dict[str, int]()
     if stages[0] is not model:
-        together = Together.across(engines[0], across_stages(engines))
+        together = Together.of(engines[0], across_stages(engines))
         own, outline = outline, Outline()
         for rank, (said, first) in enumerate(together.all_gather((own, engines[0].rank == 0))):
             outline.add(said)
