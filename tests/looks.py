@@ -163,13 +163,13 @@ def init_divides_above(nbytes: int) -> Iterator[None]:
     """`zero.Init` divides a model's parameters once so many bytes of them are whole, 64 MiB
     otherwise.
     """
-    from onefold.deepspeed import init
+    from onefold.deepspeed import zero
 
-    before, init.LIMIT = init.LIMIT, nbytes
+    before, zero.LIMIT = zero.LIMIT, nbytes
     try:
         yield
     finally:
-        init.LIMIT = before
+        zero.LIMIT = before
 
 
 def nodes(model: nn.Module) -> tuple[int, str, bool]:

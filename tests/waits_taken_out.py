@@ -87,7 +87,6 @@ NOT_WAITS = {
     "offload/step.py": {"window.settle": _DISK},
     "offload/storage.py": {"self.transfers.risen()": "asks, and does not wait", "self.settle": _DISK},
     "offload/transfers.py": {"self.risen()": "asks, and does not wait"},
-    "pretrained/hf_names.py": {"rules.order": "orders names"},
     "runtime/engine.py": {"self.settle": _WRITER},
     "runtime/gather.py": {"self.join": "takes part in a gather"},
     "sharding.py": {"incoming.settle": "gives parameters their values"},

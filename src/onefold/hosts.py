@@ -6,18 +6,17 @@ every rank   runs onefold.stream_params, one unit at a time, with adapters merge
 server       rank 0 sends the tensors to the server; the other ranks only take part
 colocate     every rank gives the tensors to the engine in its own process
 
-`connect` sets this up for a trainer with `onefold.hf.TrainerMixin`. Where the name `deepspeed` is
-served, `stream_under_the_name` replaces the method of TRL that would gather through that name.
+`stream_to_vllm` sets this up for a trainer with `onefold.hf.TrainerMixin`, and where the name
+`deepspeed` is served: through that name TRL would gather the whole of a model with adapters at once.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import onefold
 from onefold.recipe import COMPUTE_DTYPES, Recipe
@@ -25,7 +24,6 @@ from onefold.runtime.hooks import is_sharded
 
 #: TRL's method that yields (name, whole tensor) of each parameter for vLLM.
 _HOOK = "_iter_named_params"
-_MODULE = "trl.generation.vllm_generation"
 
 
 def in_precision(recipe: Recipe, dtype: torch.dtype | None, asked: str) -> Recipe:
@@ -49,60 +47,22 @@ def in_precision(recipe: Recipe, dtype: torch.dtype | None, asked: str) -> Recip
     return recipe.replace(precision=names[dtype])
 
 
-def refuse_without_hook() -> None:
-    """Raise NotImplementedError if this version of TRL lacks the method that Onefold replaces."""
-    try:
-        from trl.generation.vllm_generation import VLLMGeneration
-    except ImportError:
-        known = False
-    else:
-        known = hasattr(VLLMGeneration, _HOOK)
-    if not known:
-        raise NotImplementedError(
-            f"use_vllm=True: this TRL has no VLLMGeneration.{_HOOK}, through which whole weights"
-            " reach vLLM: install TRL 1.16, or leave use_vllm out, and the ranks that train"
-            " generate themselves."
-        )
-
-
-def connect(trainer: Any) -> None:
-    """Make a trainer stream the sharded model's weights to vLLM.
-
-    Raises:
-        NotImplementedError: the trainer does not send its weights by TRL's VLLMGeneration.
+def stream_to_vllm(kind: Any) -> bool:
+    """Make TRL's VLLMGeneration stream the weights of models that Onefold has sharded. Returns whether
+    this class sends weights by the method that is replaced.
     """
-    kind = type(getattr(trainer, "vllm_generation", None))
-    if not hasattr(kind, _HOOK):
-        raise NotImplementedError(
-            f"use_vllm=True: {type(trainer).__name__} does not send its weights by TRL's"
-            " VLLMGeneration: leave use_vllm out, and the ranks that train generate themselves."
-        )
-    _stream(kind)
-
-
-def stream_under_the_name() -> None:
-    """Make TRL stream weights where the name `deepspeed` is served.
-
-    With DeepSpeed, TRL would gather the whole of a model with adapters at once, to merge them.
-    """
-    if kind := getattr(sys.modules.get(_MODULE), "VLLMGeneration", None):
-        _stream(kind)
-
-
-def _stream(kind: Any) -> None:
-    """Make this class of TRL stream the weights of models that Onefold has sharded."""
     plain = getattr(kind, _HOOK, None)
     if plain is None or hasattr(plain, "onefold"):
-        return
+        return plain is not None
 
     def _iter_named_params(self: Any) -> Iterator[tuple[str, Tensor]]:
-        return _weights(self.model) if is_sharded(self.model) else plain(self)
+        model = self.model
+        if not is_sharded(model):
+            return plain(self)  # type: ignore[no-any-return]
+        # vLLM keeps its own buffers
+        adapted = bool(getattr(model, "peft_config", None))
+        return onefold.stream_params(model, merge_adapters=adapted, buffers=False)
 
     _iter_named_params.onefold = True  # type: ignore[attr-defined]
     setattr(kind, _HOOK, _iter_named_params)
-
-
-def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    # vLLM keeps its own buffers
-    adapted = bool(getattr(model, "peft_config", None))
-    return onefold.stream_params(model, merge_adapters=adapted, buffers=False)
+    return True

@@ -21,6 +21,7 @@ from typing import Any
 
 from onefold.wording import readable
 
+StrPath = str | os.PathLike[str]
 #: Bytes of the largest JSON file that is read. A manifest takes some 200 for each of its tensors.
 LARGEST = 256 << 20
 #: Objects and lists inside each other that JSON may have: few enough for functions that recurse.
@@ -31,7 +32,7 @@ _KINDS: list[tuple[Callable[[int], bool], str]] = [
 ]  # fmt: skip
 
 
-def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
+def open_regular(path: StrPath, flags: int = os.O_RDONLY) -> int:
     """Open a regular file and return its descriptor; also an `opener` for `open`. Links are followed.
     Raises: OSError: also if something else has the file's name. Opening a fifo would wait.
     """
@@ -45,14 +46,14 @@ def open_regular(path: str | os.PathLike[str], flags: int = os.O_RDONLY) -> int:
     return file
 
 
-def _refuse(mode: int, path: str | os.PathLike[str]) -> None:
+def _refuse(mode: int, path: StrPath) -> None:
     if not stat.S_ISREG(mode):
         what = next((what for is_kind, what in _KINDS if is_kind(mode)), "a device")
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, f"it is {what}, expected a file", os.fspath(path))
 
 
-def read_bytes(path: str | os.PathLike[str], limit: int = LARGEST) -> bytes:
+def read_bytes(path: StrPath, limit: int = LARGEST) -> bytes:
     """Return the contents of a regular file. Raises: OSError: also for more than `limit` bytes."""
     with open(path, "rb", opener=open_regular) as file:
         size = os.fstat(file.fileno()).st_size
@@ -62,7 +63,7 @@ def read_bytes(path: str | os.PathLike[str], limit: int = LARGEST) -> bytes:
         return file.read(size)
 
 
-def read_json(path: str | os.PathLike[str], limit: int = LARGEST) -> Any:
+def read_json(path: StrPath, limit: int = LARGEST) -> Any:
     """Return the value in a JSON file. Raises: OSError; JSONDecodeError, which is a ValueError."""
     return parse_json(read_bytes(Path(path), limit))
 

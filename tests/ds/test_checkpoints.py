@@ -382,7 +382,7 @@ REFUSED: list[tuple[str, Any, str]] = [
      lambda f: shard(f, 1).write_bytes(shard(f, 1).read_bytes()[:1000]), "stage-3-fp32-3"),
     ("rank_1_.* belongs to another checkpoint", from_other("stage-3-fp32-2", 1), "stage-3-fp32-3"),
     (r"model_states\.pt.*mkdir", with_model_states(lambda c: {**c, "mine": Trap()}), "stage-1-fp32-2"),
-    (r"as of version 0.19: TypeError", with_model_states(lambda c: {**c, "param_shapes": [None]}), "stage-1-fp32-2"),
+    (r"as of version 0.19, .*: TypeError", with_model_states(lambda c: {**c, "param_shapes": [None]}), "stage-1-fp32-2"),
 ]  # fmt: skip
 
 
@@ -409,7 +409,7 @@ def set_back(folder: Path) -> None:
 @on_ranks(1)
 def test_what_cannot_be_read_says_why(folder: Path) -> None:
     os.chdir(folder)
-    mixed_up = "of step 2, rank 0's file of step 3: two saves are mixed up"
+    mixed_up = r"steps .*2\.0.*rank 0's file .*3\.0.* belongs to another checkpoint"
     for at, (words, change, name) in enumerate([*REFUSED, (mixed_up, set_back, "stage-3-fp32-3")]):
         path, _ = unpacked(name, folder / f"{at}")
         change(path / "saved")

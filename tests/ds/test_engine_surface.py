@@ -208,15 +208,12 @@ def test_muon_of_the_json_steps_hidden_matrices_as_torchs_and_the_rest_by_adamw(
 # -- schedules -------------------------------------------------------------------------------------
 
 WARMUP = {"warmup_max_lr": 0.4, "warmup_num_steps": 4, "warmup_type": "linear"}
-CYCLE = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.5, "cycle_first_step_size": 2}
 RATES = [
     ("WarmupLR", WARMUP, [0, 0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4]),
     ("WarmupLR", {"warmup_num_steps": 4}, [0, 0, *(math.log(i) / math.log(4) for i in (2, 3)), 1, 1, 1, 1]),
     ("WarmupDecayLR", {**WARMUP, "total_num_steps": 6}, [0, 0, 0.1, 0.2, 0.3, 0.4, 0.2, 0]),
     ("WarmupCosineLR", {"warmup_num_steps": 2, "warmup_type": "linear", "total_num_steps": 4, "cos_min_ratio": 0.2},
      [0, 0, 0.5, 0.6, 0.2, 0.2, 0.2, 0.2]),
-    ("OneCycle", {**CYCLE, "cycle_second_step_size": 4}, [0.1, 0.3, 0.5, 0.4, 0.3, 0.2, 0.1, 0.1]),
-    ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2}, [0.1 + i / 20 for i in range(8)]),
     ("StepLR", {"step_size": 2, "gamma": 0.5}, [1, 1, 0.5, 0.5, 0.25, 0.25, 0.125, 0.125]),
 ]  # fmt: skip
 

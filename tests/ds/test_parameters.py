@@ -264,7 +264,7 @@ def test_parameters_tell_their_facts_and_keep_what_is_written_to_their_part() ->
         assert p.ds_tensor.shape == (each,) and torch.equal(p.ds_tensor[: mine.numel()], mine)
     weight, bias = model.enter.weight, model.enter.bias
     # What is written to a part is gathered, and computed with by the engine
-    weight.ds_tensor.data = torch.full_like(weight.ds_tensor, 1.0 + rank)
+    weight.ds_tensor.fill_(1.0 + rank)
     weight.all_gather()
     assert weight.ds_status == here and weight.flatten().tolist() == [1.0] * 35 + [2.0] * 35
     with torch.no_grad():
@@ -276,7 +276,7 @@ def test_parameters_tell_their_facts_and_keep_what_is_written_to_their_part() ->
     bias.ds_tensor.fill_(0.5)
     engine = ds.initialize(model=model, config=json_of(3))[0]
     assert ids == [p.ds_id for p in params] and {p.ds_status for p in params} == {away}
-    model.leave.weight.ds_tensor.data = model.leave.weight.ds_tensor * 2
+    model.leave.weight.ds_tensor.mul_(2)
     with torch.no_grad():
         plain.enter.weight.fill_(0.125)
         plain.enter.bias.fill_(0.5)

@@ -360,7 +360,7 @@ def model_refused(name: str, value: Any) -> None:
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: config_refused(tp_size=2), "In place of tp_size and dp_replicate_size, load"),
     (lambda: loaded_with(tp_size=2, pp_size=2), "pipelines do not train"),
-    (lambda: loaded_with(tp_size=2, cp_size=2), "names cp_size"),
+    (lambda: loaded_with(tp_size=2, cp_size=2), "unexpected keyword argument 'cp_size'"),
     (lambda: model_refused("_is_fsdp_managed_module", True), "has applied its FSDP"),
     (lambda: model_refused("_tp_size", 2), "load it with distributed_config="),
 ]

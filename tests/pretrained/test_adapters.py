@@ -1,5 +1,5 @@
-"""Adapters alone, and what they bring besides: modules saved whole, biases, embedding layers,
-prompts. They are saved and merged as peft does with the same model unsharded, and come back.
+"""Adapters alone, and what they bring besides: modules saved whole, biases, embedding
+layers. They are saved and merged as peft does with the same model unsharded, and come back.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ KINDS: dict[str, tuple[dict[str, Any], bool, int]] = {
     "more tokens": ({"tokens": 70}, False, 2),
     "more tokens, tied": ({"tokens": 70, "tied": True}, False, 2),
     "fewer tokens": ({"tokens": 60}, False, 2),
-    "more tokens, prompts": ({"tokens": 70, "prompts": True}, False, 2),
     "more tokens, transformers' own": ({"tokens": 70, "own": True}, False, 2),
     "more tokens, the head trained": ({"tokens": 70, "modules_to_save": ["lm_head"]}, False, 2),
     "new tokens trained": ({"trainable_token_indices": [3, 5]}, False, 0),
@@ -139,17 +138,14 @@ def test_adapters_are_saved_as_by_peft_merged_and_come_back(kind: str, folder: P
         for config in (first, second):
             config["target_modules"] = sorted(config.get("target_modules") or [])
         assert first == second or options.get("own")
-        if not options.get("prompts"):
-            other = onefold.shard(made(folder, 5, **options), recipe(stage))
-            assert not torch.equal(logits(other), logits(model))
-            onefold.load_adapters(other, out)
-            back = streamed(other)
-            assert not differences({name: whole[name] for name in back}, back)
-            assert torch.equal(logits(other), logits(theirs))
+        other = onefold.shard(made(folder, 5, **options), recipe(stage))
+        assert not torch.equal(logits(other), logits(model))
+        onefold.load_adapters(other, out)
+        back = streamed(other)
+        assert not differences({name: whole[name] for name in back}, back)
+        assert torch.equal(logits(other), logits(theirs))
         if not options.get("own") and options.get("bias") is None:
-            plain = made(folder, 7, **options)
-            plain = plain.get_base_model() if options.get("prompts") else plain.unload()
-            again = peft.PeftModel.from_pretrained(plain, str(out))
+            again = peft.PeftModel.from_pretrained(made(folder, 7, **options).unload(), str(out))
             assert torch.equal(logits(again), logits(theirs))
         if merges:
             given = streamed(model, merge_adapters=True)
@@ -199,13 +195,14 @@ def test_what_cannot_be_is_told(folder: Path) -> None:
     dora = made(folder, None, use_dora=True, device="meta")
     ia3 = peft.IA3Config(task_type="CAUSAL_LM", target_modules=["k_proj"], feedforward_modules=[])
     odd = peft.get_peft_model(base(folder, device="meta"), ia3)
-    weights = folder / "base"
+    weights, prompts = folder / "base", onefold.shard(made(folder, 1, prompts=True), recipe())
     for words, call in {
         "has no adapters of peft": lambda: onefold.save_adapters(plain, folder / "out"),
         "no adapter 'other'; it has default": lambda: onefold.load_adapters(model, ours, "other"),
         "rank and targets": lambda: onefold.load_adapters(model, two),
         "no folder with adapter_model.safetensors": lambda: onefold.load_adapters(model, weights),
         r"\(70, 16\) there, \(64, 16\) in.*resize_token": lambda: onefold.load_adapters(model, more),
+        r"\(PeftType.PROMPT_TUNING\) are not the model's own": lambda: onefold.save_adapters(prompts, folder / "out"),
         "save_adapters": lambda: onefold.export(model, folder / "out"),
         "starts from the base model's weights": lambda: onefold.shard(dora, recipe(), weights=weights),
         "of the kind IA3 .*build it in memory": lambda: onefold.shard(odd, recipe(), weights=weights),

@@ -33,11 +33,12 @@ def main(arguments: Sequence[str]) -> None:
         SystemExit: no script or module is given, or the script does not exist.
     """
     given = list(arguments)
-    if not given or given[0] in ("-h", "--help") or given == ["-m"]:
-        print(_USAGE, file=sys.stdout if given[:1] in (["-h"], ["--help"]) else sys.stderr)
-        raise SystemExit(0 if given[:1] in (["-h"], ["--help"]) else 2)
+    asked = given[:1] in (["-h"], ["--help"])
+    if not given or asked or given == ["-m"]:
+        print(_USAGE, file=sys.stdout if asked else sys.stderr)
+        raise SystemExit(0 if asked else 2)
     is_module = given[0] == "-m"
-    target, rest = (given[1], given[2:]) if is_module else (given[0], given[1:])
+    target, *rest = given[1:] if is_module else given
     if not is_module and not os.path.exists(target):
         raise SystemExit(f"there is no script {target!r}: give its path, or -m and a module.")
     serve()

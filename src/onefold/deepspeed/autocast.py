@@ -16,6 +16,7 @@ import contextlib
 import logging
 import pkgutil
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -66,26 +67,25 @@ def _imported(name: str) -> type:
     return found
 
 
-class AutocastPasses:
-    """Makes the context of one engine's forward passes."""
+def context_of(
+    dtype: torch.dtype | None, device: torch.device
+) -> contextlib.AbstractContextManager[Any]:
+    """Return the context of an engine's forward pass on `device`. `dtype`: `torch_autocast`'s."""
+    if dtype is not None:
+        return torch.autocast(device.type, dtype=dtype)
+    if not torch.is_autocast_enabled(device.type):
+        return contextlib.nullcontext()
+    _warn()
+    return torch.autocast(device.type, enabled=False)
 
-    def __init__(self, dtype: torch.dtype | None) -> None:
-        self.dtype, self._warned = dtype, False
 
-    def context(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return the context of a forward pass on `device`."""
-        if self.dtype is not None:
-            return torch.autocast(device.type, dtype=self.dtype)
-        if not torch.is_autocast_enabled(device.type):
-            return contextlib.nullcontext()
-        if not self._warned:
-            self._warned = True
-            logger.warning(
-                "engine(...) was called under torch.autocast, and its configuration has no"
-                ' "torch_autocast": the pass computes in the precision of the configuration. Write'
-                ' "torch_autocast": {"enabled": true, "dtype": "bfloat16"} to compute under autocast.'
-            )
-        return torch.autocast(device.type, enabled=False)
+@cache
+def _warn() -> None:
+    logger.warning(
+        "engine(...) was called under torch.autocast, and its configuration has no"
+        ' "torch_autocast": the pass computes in the precision of the configuration. Write'
+        ' "torch_autocast": {"enabled": true, "dtype": "bfloat16"} to compute under autocast.'
+    )
 
 
 # -- names under `deepspeed.runtime.torch_autocast` ------------------------------------------------

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,9 @@ from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.together import Together
 from onefold.deepspeed.reader import DeepSpeedSource, named_in
+from onefold.deepspeed.state import whole_or_absent
 from onefold.pretrained.adapters import embedding_layers
+from onefold.reading import StrPath
 from onefold.wording import few
 
 if TYPE_CHECKING:
@@ -58,15 +59,32 @@ class TagMismatch(CheckpointError, AssertionError):
     """Ranks gave `save_checkpoint` different tags."""
 
 
-def save(
+def save_checkpoint(
     engine: DeepSpeedEngine,
-    save_dir: str | os.PathLike[str],
-    tag: str | None,
-    client_state: Mapping[str, Any],
-    newest: bool,
-    frozen: bool,
-) -> None:
-    """Write a checkpoint; see `DeepSpeedEngine.save_checkpoint`."""
+    save_dir: StrPath,
+    tag: str | None = None,
+    client_state: Mapping[str, Any] | None = None,
+    save_latest: bool = True,
+    exclude_frozen_parameters: bool = False,
+) -> bool:
+    """Write a checkpoint to resume from to `save_dir`/`tag`, in Onefold's format. Every rank
+    must call it.
+
+    Args:
+        tag: the checkpoint's name; None takes "global_step" and the number of steps. An
+            existing checkpoint of this name is replaced once the new one is complete.
+        client_state: values that `load_checkpoint` returns; the first rank's are saved.
+        save_latest: let `save_dir`/latest name this checkpoint.
+        exclude_frozen_parameters: leave out parameters that take no gradient (the base of
+            adapters). Loading such a checkpoint leaves these parameters as they are.
+
+    Returns:
+        True, on every rank, once the checkpoint is complete.
+
+    Raises:
+        CheckpointError: the checkpoint could not be written; raised on every rank.
+    """
+    frozen = not exclude_frozen_parameters
     root, tag = Path(save_dir), f"global_step{engine.global_steps}" if tag is None else str(tag)
     together = Together.of(onefold.engine_of(engine.module))
     tag = _agreed_tag(engine, together.all_gather(tag))
@@ -77,10 +95,7 @@ def save(
         )
     own = {
         "counts": {name: getattr(engine, name) for name in _COUNTS},
-        "has_schedule": engine.lr_scheduler is not None,
-        "has_scaler": engine.loss_scaler is not None,
         "frozen": frozen,
-        "frozen_names": [n for n, p in engine.module.named_parameters() if not p.requires_grad],
     }
     onefold.save(
         root / tag,
@@ -88,29 +103,54 @@ def save(
         optimizer=engine.optimizer,
         scheduler=engine.lr_scheduler,
         scaler=engine.loss_scaler,
-        extra={"engine": own, "client_state": dict(client_state)},
+        extra={"engine": own, "client_state": dict(client_state or {})},
         step=engine.global_steps,
         overwrite=True,
         # With the embedding layers that peft writes beside adapters, for a run that goes on
         frozen=frozen or embedding_layers(engine.module),
     )
-    if newest:
+    if save_latest:
         together.said_by_first(lambda: _point_to(root, tag))
+    return True
 
 
-def load(
+def load_checkpoint(
     engine: DeepSpeedEngine,
-    load_dir: str | os.PathLike[str],
-    tag: str | None,
-    strict: bool,
-    *,
-    optimizer: bool,
-    scheduler: bool,
-    counts: bool,
+    load_dir: StrPath,
+    tag: str | None = None,
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    custom_load_fn: Any = None,
 ) -> tuple[str | None, dict[str, Any] | None]:
-    """Load a checkpoint, and what of `optimizer`, `scheduler` and `counts` is true; see
-    `DeepSpeedEngine.load_checkpoint`.
+    """Load a checkpoint of this engine, or of DeepSpeed itself at ZeRO stages 1 to 3. Every
+    rank must call it.
+
+    The stage and the number of ranks may differ from those of the run that saved it.
+
+    Args:
+        load_dir: the `save_dir` that was given to `save_checkpoint`.
+        tag: the checkpoint's folder in it; None takes the one that `load_dir`/latest names.
+        load_module_strict: raise if a name is only in the model or only in the checkpoint.
+        load_optimizer_states: load the optimizer's states and the loss scale.
+        load_lr_scheduler_states: load the schedule's state.
+        load_module_only: load weights and buffers only; the counts of steps stay as they are.
+
+    Returns:
+        the checkpoint's folder, and the `client_state` it was saved with; (None, None) if there
+        is no checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read or does not fit; raised on every rank.
+        NotImplementedError: `custom_load_fn` is given.
     """
+    if custom_load_fn is not None:
+        raise NotImplementedError(
+            "custom_load_fn: no whole state dict exists here to give it; leave it out, and load by"
+            " names."
+        )
+    optimizer = load_optimizer_states and not load_module_only
     together = Together.of(onefold.engine_of(engine.module))
     found = together.said_by_first(lambda: _find(Path(load_dir), tag, engine.module))
     if found is None:
@@ -121,7 +161,7 @@ def load(
             )
         return None, None
     folder, own, client_state = found
-    schedule = engine.lr_scheduler if scheduler else None
+    schedule = engine.lr_scheduler if load_lr_scheduler_states and not load_module_only else None
     if schedule is not None and not own["has_schedule"]:
         raise CheckpointError(
             f"{folder} holds no state of a learning-rate schedule, and this run has one: give"
@@ -135,9 +175,9 @@ def load(
         scheduler=schedule,
         # None too if the configuration fixes the scale
         scaler=scaler if scaler is not None and scaler.dynamic else None,
-        strict=strict and own["frozen"],
+        strict=load_module_strict and own["frozen"],
     )
-    if counts:
+    if not load_module_only:
         vars(engine).update(own["counts"])
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
     return str(folder), client_state
@@ -155,9 +195,9 @@ def _agreed_tag(engine: DeepSpeedEngine, tags: list[str]) -> str:
             f"save_checkpoint was given different tags: {given}. A checkpoint is one folder of all"
             " ranks: give the same tag on every rank."
         )
-        if engine.checkpoint_tag_validation_fail():
+        if (asked := engine.settings.root.checkpoint.tag_validation) == "fail":
             raise TagMismatch(message)
-        if engine.checkpoint_tag_validation_enabled() and engine.global_rank == 0:
+        if asked == "warn" and engine.global_rank == 0:
             logger.warning("%s It is saved as %r.", message, tags[0])
     return tags[0]
 
@@ -184,41 +224,23 @@ def _find(
             " the latest."
         )
     with contextlib.closing(source_of(folder)) as source:
+        found = {
+            "has_schedule": source.value("scheduler") is not None,
+            "has_scaler": "cur_iter" in (source.value("scaler") or {}),
+        }
         if isinstance(source, DeepSpeedSource):
-            return folder, _of_deepspeed(source), source.extra
-        said = said_by_engine(source)
-        if said is None:
+            counts = (source.steps, source.skipped, source.samples)
+            own = {"counts": dict(zip(_COUNTS, counts, strict=True)), "frozen": True}
+            return folder, own | found, source.extra
+        said = source.value("extra")
+        if not isinstance(said, dict) or said.keys() != {"engine", "client_state"}:
             raise CheckpointError(
                 f"{folder} was not saved by an engine of onefold.initialize: load it with"
                 " onefold.load(path, model=engine.module, optimizer=engine.optimizer)."
             )
         if not said["engine"]["frozen"]:
             _check_names(source, folder, module)
-        return folder, said["engine"], said["client_state"]
-
-
-def said_by_engine(source: Source) -> dict[str, Any] | None:
-    """Return {"engine": what `save` says of a checkpoint, "client_state"}; None for a checkpoint of
-    onefold.save from another loop.
-    """
-    extra = source.value("extra")
-    own = isinstance(extra, dict) and extra.keys() == {"engine", "client_state"}
-    return extra if own else None
-
-
-def _of_deepspeed(source: DeepSpeedSource) -> dict[str, Any]:
-    if any(g.get("bias_correction") is False for gs in source.groups() or () for g in gs):
-        logger.warning(
-            "%s: bias_correction=False is not read. torch's Adam always corrects: its steps will"
-            " be of other sizes.",
-            source.folder,
-        )
-    return {
-        "counts": dict(zip(_COUNTS, (source.steps, source.skipped, source.samples), strict=True)),
-        "has_schedule": source.scheduler is not None,
-        "has_scaler": "cur_iter" in (source.scaler or {}),
-        "frozen": True,
-    }
+        return folder, said["engine"] | found, said["client_state"]
 
 
 def _check_names(source: Source, folder: Path, module: nn.Module) -> None:
@@ -229,16 +251,12 @@ def _check_names(source: Source, folder: Path, module: nn.Module) -> None:
         CheckpointError: it lacks parameters that are trained here, or has others that the model
             lacks.
     """
-    held = {item.name for item in source.items() if item.kind == "parameter"}
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    alone = [name for name, p in module.named_parameters() if p.requires_grad]
-    lacking = sorted(
-        name
-        for name in alone
-        if not held.intersection(n for n, p in parameters.items() if p is parameters[name])
-    )
-    if lacking or (unexpected := sorted(held - parameters.keys())):
-        names = lacking or unexpected
+    entries = onefold.engine_of(module).entries
+    known = {name for entry in entries for name in entry.names}
+    trained = (entry for entry in entries if entry.param.requires_grad)
+    lacking = [entry.name for entry in trained if source.parameter(entry.names) is None]
+    held = (item.name for item in source.items() if item.kind == "parameter")
+    if names := lacking or sorted(name for name in held if name not in known):
         what = "lacks, and are trained here" if lacking else "has, and this model has not"
         raise CheckpointError(
             f"{folder} was saved with exclude_frozen_parameters=True, of another model:"
@@ -249,12 +267,5 @@ def _check_names(source: Source, folder: Path, module: nn.Module) -> None:
 def _point_to(root: Path, tag: str) -> None:
     """Write `latest` and the script beside it, each by an atomic rename."""
     for name, text in ((_SCRIPT, _SCRIPT_TEXT), (_LATEST, tag)):
-        aside = root / f".{name}.{os.getpid()}"
-        try:
+        with whole_or_absent(root / name) as aside:
             aside.write_text(text)
-            if name == _SCRIPT:
-                with contextlib.suppress(OSError):  # a network share may refuse it
-                    aside.chmod(aside.stat().st_mode | stat.S_IXUSR)
-            os.replace(aside, root / name)
-        finally:
-            aside.unlink(missing_ok=True)

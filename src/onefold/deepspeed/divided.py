@@ -9,7 +9,7 @@ class decides what each use does:
 |------------------------------------------------|---------------------------------------------------|
 | shape, dtype, device, number of elements       | that of the whole parameter                       |
 | `to()`, `half()`, `detach()`, `.data`          | a stand-in: the same shape, without values        |
-| anything else, while a model is made in `Init` | it is gathered: rank 0's whole values (init.py)   |
+| anything else, while a model is made in `Init` | it is gathered: rank 0's whole values (zero.py)   |
 | anything else                                  | an error that names `zero.GatheredParameters`     |
 | `p.data = value`                               | it becomes a plain parameter with that value      |
 | `onefold.shard`                                | its values are read, one unit at a time           |
@@ -21,6 +21,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -29,10 +30,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from onefold.comm import StallError
 from onefold.device import available, default_device
 from onefold.runtime.parameters.operators import convert, operator_of
 from onefold.runtime.parameters.values import OF_AUTOGRAD
 from onefold.runtime.state.start import KEEPER
+from onefold.wording import few
 
 #: The attribute for what this rank keeps of a parameter that was made under `Init`.
 EARLY = "_onefold_early"
@@ -60,6 +63,10 @@ _MAKES_PARAMETERS = nn.Parameter.__new__.__code__
 gathers: list[Callable[[Sequence[nn.Parameter]], None]] = []
 
 
+class ApartError(StallError):
+    """Ranks did different things with parameters that were made under `zero.Init`."""
+
+
 class _Divided:
     """The base of divided parameters and stand-ins: decides what each use does (see the table)."""
 
@@ -75,7 +82,14 @@ class _Divided:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if op.name == "data__set__" and isinstance(args[0], DividedParameter):
-            return _set_data(*args)
+            with torch._C.DisableTorchFunctionSubclass():
+                param, value = args
+                if isinstance(value, (StandIn, DividedParameter)):
+                    value = value.as_subclass(Tensor)
+                else:
+                    param.__class__ = nn.Parameter
+                param.data = value
+                return None
         leaves = tree_leaves((args, kwargs)) if gathers else []
         if used := [leaf for leaf in leaves if isinstance(leaf, DividedParameter)]:
             gathers[-1](used)
@@ -83,10 +97,13 @@ class _Divided:
                 # nn.Parameter(param) asks for a tensor of the class that `param` has
                 return func(*args, **kwargs).as_subclass(nn.Parameter)
             return func(*args, **kwargs)
-        # Another tensor of the same elements is a stand-in, too
-        follows = op.run is convert or op.name in ("data", "detach")
-        if follows and isinstance(args[0], _Divided):
-            return _follow(func, *args, **kwargs)
+        own, follows = args[0], op.run is convert or op.name in ("data", "detach")
+        if follows and isinstance(own, (StandIn, DividedParameter)):
+            # Another tensor of the same elements is a stand-in, too
+            with torch._C.DisableTorchFunctionSubclass():
+                one = own.detach().as_subclass(Tensor).as_strided((), ())
+                made = func(one, *args[1:], **kwargs).detach()
+                return made.expand(own.shape).as_subclass(StandIn)
         _refuse(op.name, args)
 
 
@@ -101,7 +118,7 @@ class DividedParameter(_Divided, nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             new = nn.Parameter(self.data.as_subclass(Tensor), self.requires_grad)
         note(new)
-        _hide(new, self.__dict__[EARLY].values.clone())
+        hide(new, self.__dict__[EARLY].values.clone())
         memo[id(self)] = new
         return new
 
@@ -133,7 +150,9 @@ def gather(params: Sequence[nn.Parameter]) -> list[bool]:
     If rank 0 has replaced a parameter by `p.data = value`, its new values are broadcast. Returns
     for each parameter whether that was so, or it was not divided.
     """
-    replaced = agreed([not isinstance(p, DividedParameter) for p in params])
+    replaced = agree(
+        "parameters are gathered", [not isinstance(p, DividedParameter) for p in params]
+    )
     for param, is_replaced in zip(params, replaced, strict=True):
         early = param.__dict__[EARLY]
         values, early.values = early.values, None
@@ -146,7 +165,12 @@ def gather(params: Sequence[nn.Parameter]) -> list[bool]:
             if is_replaced or values is None:
                 broadcast(param.data, 0)
             else:
-                param.data = _gathered(values, like.shape).to(like.device, like.dtype)
+                there = values.to(_wire(values.device))
+                whole = there.new_empty(there.numel() * dist.get_world_size())
+                parts = [as_bytes(part) for part in whole.split(there.numel())]
+                dist.all_gather(parts, as_bytes(there))
+                whole = whole[: like.numel()].view(like.shape)
+                param.data = whole.to(like.device, like.dtype)
     return replaced
 
 
@@ -184,17 +208,7 @@ def divide(param: nn.Parameter, source: int) -> None:
     if dist.get_rank() == source:
         parts = [as_bytes(part.to(wire)) for part in _intervals(param)]
     dist.scatter(as_bytes(mine), parts, src=source)
-    _hide(param, mine.to(param.device))
-
-
-def hold(param: nn.Parameter, values: Tensor | None = None) -> None:
-    """Divide a whole parameter without communication.
-
-    Args:
-        values: this rank's interval; None cuts it from the values that the parameter has here.
-    """
-    if can_divide(param):
-        _hide(param, interval(param) if values is None else values)
+    hide(param, mine.to(param.device))
 
 
 def interval(param: nn.Parameter) -> Tensor:
@@ -216,21 +230,15 @@ def values_of(param: nn.Parameter) -> Tensor | None:
     return None if early is None else early.values
 
 
-def _hide(param: nn.Parameter, values: Tensor) -> None:
+def hide(param: nn.Parameter, values: Tensor) -> None:
     """Keep this rank's interval `values`, and one element as the data."""
     param.__dict__[EARLY].values = values
+    # NaN, so that a use by mistake shows
+    value = math.nan if values.is_floating_point() or values.is_complex() else 0
     with torch._C.DisableTorchFunctionSubclass():
-        param.data = _nothing(values.dtype, param.device, param.shape)
+        one = torch.full((), value, dtype=values.dtype, device=param.device)
+        param.data = one.expand(param.shape)
         param.__class__ = DividedParameter
-
-
-def cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """Give a parameter, whole or divided, another dtype."""
-    values = values_of(param)
-    if values is None:
-        param.data = param.data.to(dtype)
-    else:
-        _hide(param, values.to(dtype))
 
 
 def broadcast(tensor: Tensor, source: int) -> None:
@@ -241,11 +249,46 @@ def broadcast(tensor: Tensor, source: int) -> None:
         tensor.copy_(there)
 
 
-def agreed(mine: Sequence[bool]) -> list[bool]:
-    """Return rank 0's answers on every rank."""
-    said = torch.tensor(list(mine), dtype=torch.uint8, device=_wire(torch.device("cpu")))
-    dist.broadcast(said, src=0)
-    return [bool(answer) for answer in said.tolist()]
+def agree(doing: str, mine: Any = None, params: Sequence[nn.Parameter] = ()) -> Any:
+    """Wait until every rank is about to do the same with parameters of the same shapes. Returns what
+    rank 0 has given as `mine`. Collective.
+
+    Args:
+        doing: what this rank is about to do. It is compared, and quoted in the message.
+
+    Raises:
+        ApartError: on every rank: another rank does something else, or has ended with an error.
+    """
+    if dist.get_backend() == "fake":
+        return mine
+    # Not the dtypes: rank 0 alone may have loaded values of another dtype
+    sizes = [
+        None if isinstance(p, nn.parameter.UninitializedParameter) else tuple(p.shape)
+        for p in params
+    ]
+    said: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, (doing, sizes, mine))
+    if all(there[:2] == said[0][:2] for there in said):
+        return said[0][2]
+    told: dict[str, list[str]] = {}
+    for rank, (what, *_) in enumerate(said):
+        told.setdefault(what, []).append(str(rank))
+    each = (
+        f"on {'ranks' if len(of) > 1 else 'rank'} {few(of, 8)} {what}" for what, of in told.items()
+    )
+    raise ApartError(
+        "the ranks do different things with parameters made under deepspeed.zero.Init:"
+        f" {'; '.join(each)}. Each rank keeps a part of such a parameter, so every rank must read or"
+        " change it: take the condition on the rank away, or change it after the model is made,"
+        " inside `with deepspeed.zero.GatheredParameters(param, modifier_rank=0):`."
+    )
+
+
+def leave(error: BaseException) -> None:
+    """Tell the ranks, at their next `agree`, that this one ended with an error. Waits for them."""
+    if not isinstance(error, ApartError):
+        with suppress(RuntimeError):
+            agree(f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"[:500])
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
@@ -261,38 +304,6 @@ def _wire(device: torch.device) -> torch.device:
     if device.type == "cpu" and "cpu" not in kinds and available():
         return default_device()
     return device
-
-
-def _gathered(values: Tensor, shape: torch.Size) -> Tensor:
-    there = values.to(_wire(values.device))
-    each = there.numel()
-    whole = torch.empty(each * dist.get_world_size(), dtype=values.dtype, device=there.device)
-    parts = [as_bytes(part) for part in whole.split(each)]
-    dist.all_gather(parts, as_bytes(there))
-    return whole[: math.prod(shape)].view(shape)
-
-
-def _nothing(dtype: torch.dtype, device: torch.device, shape: torch.Size) -> Tensor:
-    """Return one element, expanded to the shape; NaN, so that a use by mistake shows."""
-    value = math.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(shape)
-
-
-def _set_data(param: DividedParameter, value: Tensor) -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        if isinstance(value, _Divided):
-            param.data = value.as_subclass(Tensor)
-            return
-        param.__class__ = nn.Parameter  # type: ignore[assignment]
-        param.data = value
-
-
-def _follow(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Apply `func` to the one element, and return the result as a stand-in."""
-    with torch._C.DisableTorchFunctionSubclass():
-        one = tensor.detach().as_subclass(Tensor).as_strided((), ())
-        made = func(one, *args, **kwargs)
-        return made.detach().expand(tensor.shape).as_subclass(StandIn)
 
 
 def _refuse(what: str, args: Any) -> NoReturn:

@@ -34,12 +34,14 @@ from torch import Tensor, nn
 import onefold
 from onefold.checkpoint.together import Together
 from onefold.deepspeed import checkpoints
-from onefold.deepspeed.autocast import AutocastPasses
+from onefold.deepspeed.autocast import context_of
 from onefold.deepspeed.meaning import DeepSpeedConfig
 from onefold.deepspeed.passes import EngineMisuse, Passes
 from onefold.deepspeed.scaling import LossScaler, scale_gradients
-from onefold.deepspeed.state import show_scale, whole_in, write_whole
+from onefold.deepspeed.schema import FP16
+from onefold.deepspeed.state import whole_in, write_whole
 from onefold.device import available
+from onefold.reading import StrPath
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.wording import few
 
@@ -48,9 +50,9 @@ logger = logging.getLogger("onefold")
 __all__ = ["DeepSpeedEngine"]
 #: Methods of the engine that return what its settings say.
 _SAID = frozenset((
-    "bfloat16_enabled", "checkpoint_tag_validation_enabled", "checkpoint_tag_validation_fail", "fp16_enabled",
+    "bfloat16_enabled", "fp16_enabled",
     "gradient_accumulation_steps", "gradient_clipping", "managed_gradient_accumulation", "optimizer_name",
-    "optimizer_params", "scheduler_name", "scheduler_params", "steps_per_print", "train_batch_size",
+    "optimizer_params", "scheduler_name", "steps_per_print", "train_batch_size",
     "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "zero_optimization_stage",
 ))  # fmt: skip
 #: Other methods without arguments: {name: what it returns}
@@ -145,15 +147,14 @@ class DeepSpeedEngine(nn.Module):
         self.dp_world_size, self.mp_world_size = self.world_size, 1
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if optimizer is not None:
-            show_scale(optimizer, self.loss_scaler)
-        self._autocast = AutocastPasses(settings.autocast)
+            (self.loss_scaler or LossScaler(FP16(loss_scale=1))).show_on(optimizer)
         self._passes = Passes(self, 1 if self.gradient_average() else self.world_size)
 
     # -- the three calls ---------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
-        with self._autocast.context(self.device):
+        with context_of(self.settings.autocast, self.device):
             return self.module(*args, **kwargs)
 
     def backward(
@@ -234,7 +235,11 @@ class DeepSpeedEngine(nn.Module):
         try:
             if self.is_gradient_accumulation_boundary():
                 self._optimizer_step(lr_kwargs or {})
-                self._report()
+                every = self.settings.steps_per_print
+                if every and self.global_steps % every == 0 and self.global_rank == 0:
+                    rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
+                    counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
+                    print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}", flush=True)
         finally:
             self._stepping = False
         self.micro_steps += 1
@@ -454,85 +459,12 @@ class DeepSpeedEngine(nn.Module):
 
     # -- saving ------------------------------------------------------------------------------------
 
-    def save_checkpoint(
-        self,
-        save_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        client_state: Mapping[str, Any] | None = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Write a checkpoint to resume from to `save_dir`/`tag`, in Onefold's format. Every rank
-        must call it.
-
-        Args:
-            tag: the checkpoint's name; None takes "global_step" and the number of steps. An
-                existing checkpoint of this name is replaced once the new one is complete.
-            client_state: values that `load_checkpoint` returns; the first rank's are saved.
-            save_latest: let `save_dir`/latest name this checkpoint.
-            exclude_frozen_parameters: leave out parameters that take no gradient (the base of
-                adapters). Loading such a checkpoint leaves these parameters as they are.
-
-        Returns:
-            True, on every rank, once the checkpoint is complete.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written; raised on every rank.
-        """
-        frozen = not exclude_frozen_parameters
-        checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, frozen)
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | os.PathLike[str],
-        tag: str | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Load a checkpoint of this engine, or of DeepSpeed itself at ZeRO stages 1 to 3. Every
-        rank must call it.
-
-        The stage and the number of ranks may differ from those of the run that saved it.
-
-        Args:
-            load_dir: the `save_dir` that was given to `save_checkpoint`.
-            tag: the checkpoint's folder in it; None takes the one that `load_dir`/latest names.
-            load_module_strict: raise if a name is only in the model or only in the checkpoint.
-            load_optimizer_states: load the optimizer's states and the loss scale.
-            load_lr_scheduler_states: load the schedule's state.
-            load_module_only: load weights and buffers only; the counts of steps stay as they are.
-
-        Returns:
-            the checkpoint's folder, and the `client_state` it was saved with; (None, None) if there
-            is no checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be read or does not fit; raised on every rank.
-            NotImplementedError: `custom_load_fn` is given.
-        """
-        if custom_load_fn is not None:
-            raise NotImplementedError(
-                "custom_load_fn: no whole state dict exists here to give it; leave it out, and load"
-                " by names."
-            )
-        all_of_it = not load_module_only
-        return checkpoints.load(
-            self,
-            load_dir,
-            tag,
-            load_module_strict,
-            optimizer=all_of_it and load_optimizer_states,
-            scheduler=all_of_it and load_lr_scheduler_states,
-            counts=all_of_it,
-        )
+    save_checkpoint = checkpoints.save_checkpoint
+    load_checkpoint = checkpoints.load_checkpoint
 
     def save_16bit_model(
         self,
-        save_dir: str | os.PathLike[str],
+        save_dir: StrPath,
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
     ) -> bool:
@@ -639,23 +571,11 @@ class DeepSpeedEngine(nn.Module):
                 " 1e-4}}."
             )
 
-    def _report(self) -> None:
-        """Print a progress line every `steps_per_print` steps."""
-        every = self.settings.steps_per_print
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
-            rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
-            counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
-            print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}", flush=True)
-
 
 def _check_loss(call: str, loss: Any) -> None:
     """Raise NoScalarLoss unless `loss` is a scalar tensor with a graph."""
     if not (isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad):
-        given = (
-            f"a tensor of shape {tuple(loss.shape)}"
-            if isinstance(loss, Tensor)
-            else f"a {type(loss).__name__}"
-        )
+        given = f"a {type(loss).__name__} of shape {tuple(getattr(loss, 'shape', ()))}"
         raise NoScalarLoss(
             f"engine.{call} was given {given}: expected a scalar loss with a graph (a scalar tensor,"
             " as from mean())."

@@ -6,6 +6,7 @@ a rank uses.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -54,40 +55,33 @@ def _is_a(name: str, module: nn.Module, wanted: Any) -> bool:
     return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
 
 
-def _is_called(name: str, module: nn.Module, wanted: Any) -> bool:
-    return bool(name == wanted)
-
-
-def _ends_so(name: str, module: nn.Module, wanted: Any) -> bool:
-    return name.endswith(wanted)
+#: {key of `zero_optimization.leaf_module`: whether a module, and its name in `named_modules()`, fit}
+_FITS: dict[str, Callable[[str, nn.Module, Any], bool]] = {
+    "classes": _is_a,
+    "names": lambda name, module, wanted: bool(name == wanted),
+    "name_suffixes": lambda name, module, wanted: name.endswith(wanted),
+}
 
 
 def _mark(
-    model: nn.Module,
-    wanted: Iterable[Any],
-    fits: Callable[[str, nn.Module, Any], bool],
-    flag: bool = True,
-    must: bool = False,
+    model: nn.Module, kind: str, wanted: Iterable[Any], flag: bool = True, must: bool = False
 ) -> tuple[list[nn.Module], list[Any]]:
     """Mark the modules that fit one of `wanted`. Returns them, and those of `wanted` that none fits.
 
     Raises:
         ValueError: with `must`, no module is of the classes, or a name or a suffix fits none.
     """
-    found: dict[int, nn.Module] = {}
-    missing = []
-    for one in wanted:
-        fitting = [module for name, module in model.named_modules() if fits(name, module, one)]
-        for module in fitting:
-            set_z3_leaf_module(module, flag)
-            found[id(module)] = module
-        if not fitting:
-            missing.append(one)
-    if must and missing and not (fits is _is_a and found):
+    named, wanted = list(model.named_modules()), list(wanted)
+    fitting = [[m for name, m in named if _FITS[kind](name, m, one)] for one in wanted]
+    found = list(dict.fromkeys(module for modules in fitting for module in modules))
+    missing = [one for one, modules in zip(wanted, fitting, strict=True) if not modules]
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    if must and missing and not (kind == "classes" and found):
         raise ValueError(
             f"leaf modules {missing!r}: the model has none such; give classes or names."
         )
-    return list(found.values()), missing
+    return found, missing
 
 
 def set_z3_leaf_modules(
@@ -98,13 +92,13 @@ def set_z3_leaf_modules(
     Raises:
         ValueError: there is none, and `raise_if_not_found`.
     """
-    return _mark(model, leaf_module_classes, _is_a, True, raise_if_not_found)[0]
+    return _mark(model, "classes", leaf_module_classes, True, raise_if_not_found)[0]
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    return _mark(model, leaf_module_classes, _is_a, False, raise_if_not_found)[0]
+    return _mark(model, "classes", leaf_module_classes, False, raise_if_not_found)[0]
 
 
 def set_z3_leaf_modules_by_name(
@@ -119,7 +113,7 @@ def set_z3_leaf_modules_by_name(
     Raises:
         ValueError: a name is missing, and `raise_if_not_found`.
     """
-    return _mark(model, module_names, _is_called, flag, raise_if_not_found)
+    return _mark(model, "names", module_names, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -134,16 +128,25 @@ def set_z3_leaf_modules_by_suffix(
     Raises:
         ValueError: a suffix fits none, and `raise_if_not_found`.
     """
-    return _mark(model, module_name_suffixes, _ends_so, flag, raise_if_not_found)
+    return _mark(model, "name_suffixes", module_name_suffixes, flag, raise_if_not_found)
 
 
-def mark_configured(model: nn.Module, section: LeafModules) -> list[nn.Module]:
-    """Mark the leaf modules that `zero_optimization.leaf_module` names, and return all of the
-    model's. What fits no module is named in a warning.
+def mark_configured(model: nn.Module, section: LeafModules, optimizer: Any) -> None:
+    """Mark the leaf modules that `zero_optimization.leaf_module` names. What fits no module is named
+    in a warning.
+
+    Sets `optimizer.leaf_parameters`, {leaf module: its trainable parameters}, and
+    `ds_z3_leaf_module` of these parameters. Neither keeps the model alive.
     """
-    _mark(model, section.classes, _is_a)
-    for key, fits in (("names", _is_called), ("name_suffixes", _ends_so)):
-        _, missing = _mark(model, getattr(section, key), fits)
-        if missing:
-            logger.warning("zero_optimization.leaf_module.%s fits no module: %s", key, missing)
-    return get_z3_leaf_modules(model)
+    for kind in _FITS:
+        _, missing = _mark(model, kind, getattr(section, kind))
+        if missing and kind != "classes":
+            logger.warning("zero_optimization.leaf_module.%s fits no module: %s", kind, missing)
+    if optimizer is None:
+        return
+    optimizer.leaf_parameters = weakref.WeakKeyDictionary()
+    for leaf in get_z3_leaf_modules(model):
+        parameters = [p for p in leaf.parameters() if p.requires_grad]
+        optimizer.leaf_parameters[leaf] = parameters
+        for parameter in parameters:
+            parameter.__dict__["ds_z3_leaf_module"] = weakref.proxy(leaf)

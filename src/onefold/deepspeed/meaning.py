@@ -33,7 +33,7 @@ from torch import nn
 from onefold.deepspeed.named import optimizer_of, schedule_of
 from onefold.deepspeed.reading import DeepSpeedConfigError, Outcome, Read, read
 from onefold.deepspeed.schema import FP16, DeepSpeedZeroConfig
-from onefold.recipe import Recipe
+from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.options import SECTOR
 
 __all__ = ["DeepSpeedConfig"]
@@ -53,11 +53,6 @@ _WHOLE = 1e9
 _MOST_THREADS = 64
 #: Of autocast in fp16: the rule of torch.amp.GradScaler, which has no minimum.
 _OF_AUTOCAST = FP16(loss_scale_window=2000, hysteresis=1, min_loss_scale=2.0**-24)
-_DTYPES = {
-    "fp32": torch.float32, "float32": torch.float32, "float": torch.float32,
-    "fp16": torch.float16, "float16": torch.float16, "half": torch.float16,
-    "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
-}  # fmt: skip
 
 
 class DeepSpeedConfig:
@@ -115,7 +110,6 @@ class DeepSpeedConfig:
             )
         self.precision = "fp16" if fp16.enabled else "bf16" if bf16.enabled else None
         self.autocast = self._autocast()
-        self._param_dtype()
         self.optimizer = None if root.optimizer is None else optimizer_of(root.optimizer)
         self.scheduler = None if root.scheduler is None else schedule_of(root.scheduler)
         in_fp16 = fp16.enabled or self.autocast == torch.float16
@@ -127,9 +121,6 @@ class DeepSpeedConfig:
         self.optimizer_name = None if self.optimizer is None else self.optimizer.given.lower()
         self.optimizer_params = None if root.optimizer is None else root.optimizer.params
         self.scheduler_name = None if self.scheduler is None else self.scheduler.name
-        self.scheduler_params = None if root.scheduler is None else root.scheduler.params
-        self.checkpoint_tag_validation_enabled = root.checkpoint.tag_validation != "ignore"
-        self.checkpoint_tag_validation_fail = root.checkpoint.tag_validation == "fail"
         self.world_size = ranks or (0 if only_recipe else world_size_of(None))
         if not only_recipe or (
             ranks and (root.train_batch_size or root.train_micro_batch_size_per_gpu)
@@ -190,9 +181,11 @@ class DeepSpeedConfig:
 
     def set_batch(self, train: int | None, micro: int | None, accumulation: int | None) -> None:
         """Set the batch sizes; see `batch_sizes`."""
-        sizes = batch_sizes(train, micro, accumulation, self.world_size)
-        self.train_batch_size, self.train_micro_batch_size_per_gpu = sizes[:2]
-        self.gradient_accumulation_steps = sizes[2]
+        (
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+        ) = batch_sizes(train, micro, accumulation, self.world_size)
 
     def _configure_train_batch_size(self) -> None:
         self.set_batch(
@@ -257,19 +250,8 @@ class DeepSpeedConfig:
         out["nvme"] = folders
         if (size := zero.sub_group_size) < _WHOLE:
             out["chunk"] = max(16 * SECTOR, int(size) // SECTOR * SECTOR)
-            if out["chunk"] != size:
-                self.remarks.append(
-                    f"zero_optimization.sub_group_size={size:.0f} becomes {out['chunk']} elements:"
-                    f" a multiple of {SECTOR}, as direct reads and writes want"
-                )
         if aio.model_fields_set & {"queue_depth", "intra_op_parallelism"}:
-            asked = aio.queue_depth * aio.intra_op_parallelism
-            out["nvme_threads"] = min(asked, _MOST_THREADS)
-            if asked > _MOST_THREADS:
-                self.remarks.append(
-                    f"aio asks for {asked} transfers at a time (queue_depth x"
-                    f" intra_op_parallelism): {_MOST_THREADS} are made"
-                )
+            out["nvme_threads"] = min(aio.queue_depth * aio.intra_op_parallelism, _MOST_THREADS)
         return out
 
     def _masters(self) -> dict[str, Any]:
@@ -332,9 +314,14 @@ class DeepSpeedConfig:
             if self.precision != name:
                 yield f"{name}.{name}_", f"{name}.enabled is not true"
 
-    def recipe(self, **changes: Any) -> Recipe:
-        """Return the recipe of these arguments, and of `changes`."""
-        arguments = self.recipe_arguments | changes
+    def recipe(self, optimizer: Any = None) -> Recipe:
+        """Return the recipe. A given Adam over master weights in 16 bits keeps its moments in fp32,
+        unless the file says otherwise.
+        """
+        arguments = dict(self.recipe_arguments)
+        adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        if adam and "master_dtype" in arguments and not self.bf16.bf16_optimizer_states:
+            arguments["moments"] = "fp32"
         try:
             return Recipe.zero(**arguments)
         except ValueError as error:
@@ -353,15 +340,6 @@ class DeepSpeedConfig:
                 "torch_autocast.dtype is not set: write 'bfloat16' or 'float16'."
             )
         return _dtype("torch_autocast.dtype", said.dtype)
-
-    def _param_dtype(self) -> None:
-        path, said = "data_types.param_dtype", self.root.data_types.param_dtype
-        if said is not None and _dtype(path, said) != _DTYPES[self.precision or "fp32"]:
-            enabled = f"{self.precision}.enabled" if self.precision else "neither fp16 nor bf16"
-            raise DeepSpeedConfigError(
-                f"{path}={said!r} contradicts {enabled}, which decides the dtype of computation:"
-                " leave param_dtype out."
-            )
 
     def cast_buffers(self, model: nn.Module) -> None:
         """Cast floating-point buffers, in place, to `data_types.buffer_dtype`, but for those that
@@ -462,8 +440,9 @@ def _set(**options: Any) -> dict[str, Any]:
 
 
 def _dtype(path: str, name: str) -> torch.dtype:
-    found = _DTYPES.get(name.lower().removeprefix("torch."))
-    if found is None:
+    plain = name.lower().removeprefix("torch.")
+    found: Any = COMPUTE_DTYPES.get(plain, getattr(torch, plain, None))
+    if found not in COMPUTE_DTYPES.values():
         raise DeepSpeedConfigError(
             f"{path}={name!r}: there is no such dtype; expected 'fp32', 'fp16' or 'bf16'."
         )
@@ -499,18 +478,9 @@ def recipe_from(config: Any, world_size: int | None = None) -> Recipe:
     """
     read = DeepSpeedConfig(config, ranks=world_size, only_recipe=True)
     refuse_auto([path for path in read.undecided() if path.startswith(OF_RECIPES)])
-    beside = {
-        "optimizer": read.optimizer,
-        "scheduler": read.scheduler,
-        "gradient_clipping": read.gradient_clipping,
-        "the batch sizes": any(name in read.root.model_fields_set for name in BATCH),
-        "loss scaling": read.loss_scaling,
-        "sums of gradients": read.gradient_allreduce_op == "sum",
-        "torch_autocast": read.autocast,
-        "data_types.buffer_dtype": read.data_types.buffer_dtype,
-        "managed_gradient_accumulation": not read.managed_gradient_accumulation,
-    }
-    named = ", ".join(name for name, value in beside.items() if value)
+    served = (o.path for o in read.outcomes if o.outcome == "served")
+    beside = (path for path in served if not path.startswith((*OF_RECIPES, "aio.")))
+    named = ", ".join(dict.fromkeys(path.partition(".")[0] for path in beside))
     more = f"not part of a recipe: {named}; use onefold.initialize, or apply them in your loop"
     return read.recipe().replace(remarks=(*read.notes, *([more] if named else ())))
 

@@ -10,22 +10,40 @@ differently:
 | "AdamW", adam_w_mode: false | AdamW                       | torch.optim.AdamW                                       |
 | no weight_decay             | 0 (torch_adam: torch's)     | weight_decay=0.0 (with torch_adam, torch's own default) |
 | "Adam" or "AdamW"           | FusedAdam, DeepSpeedCPUAdam | fused=True on every tier (torch_adam: torch's default)  |
-| "Muon"                      | Muon, with AdamW beside it  | torch.optim.Muon, with torch.optim.AdamW (muon.py)      |
+| "Muon"                      | Muon, with AdamW beside it  | torch.optim.Muon, with torch.optim.AdamW (see below)      |
+
+DeepSpeed's `"type": "Muon"`, one optimizer of two kinds of groups:
+
+| the file says                      | Muon's groups                 | AdamW's groups                             |
+|------------------------------------|-------------------------------|--------------------------------------------|
+| lr, weight_decay                   | theirs (0.02 and 0 by default) | theirs (3e-4 and 0 by default)            |
+| muon_lr, adam_lr                   | muon_lr instead of lr         | adam_lr instead of lr                      |
+| momentum                           | theirs (0.95 by default)      |                                            |
+| betas, eps                         |                               | theirs ((0.9, 0.95) and 1e-10 by default)  |
+| adam_w_mode: false                 |                               | weight decay is added to the gradient      |
+
+A group of `model_parameters` may set its own lr, weight_decay, momentum, betas and eps.
+
+Muon steps matrices (parameters of two dimensions) whose name contains neither "embed" nor "lm_head". A parameter's attribute
+`use_muon`, true or false, decides before its name does. Frozen parameters are left out.
+
+Muon is torch's own (torch.optim.Muon), which is stepped once in an optimizer step.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
-from onefold.deepspeed import muon
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset
 from onefold.deepspeed.schedules import SCHEDULES
 from onefold.deepspeed.schema import Named
+from onefold.optim.muon import MuonWithAdamW
 from onefold.recipe.optimizers import KNOWN, OF_DEEPSPEED
 from onefold.wording import did_you_mean
 
@@ -47,6 +65,17 @@ _NOT_BUILT = {
     ),
 }
 
+_MUON: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.0, "momentum": 0.95}
+_ADAM: dict[str, Any] = {"lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "eps": 1e-10}
+#: What Muon's "params" may say. `ns_method` has no effect: both are the same iteration but for rounding.
+_OF_MUON = (
+    *(_MUON | _ADAM),
+    *("muon_lr", "adam_lr", "adam_w_mode", "torch_adam", "foreach", "fp32_optimizer_states"),
+    *("ns_method", "per_head_muon"),
+)
+#: Parts of names of matrices that AdamW steps.
+_NOT_HIDDEN = ("embed", "lm_head")
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -55,7 +84,7 @@ class Spec:
     Attributes:
         name: a class of torch.optim, Lion, one of DeepSpeed's schedules, or a class of
             torch.optim.lr_scheduler.
-        params: its arguments, without the parameters or the optimizer; those of muon.py for "Muon".
+        params: its arguments, without the parameters or the optimizer; those of `make_muon` for "Muon".
         given: its name in the file.
     """
 
@@ -91,7 +120,7 @@ def optimizer_of(section: Named) -> Spec:
             'optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead.'
         )
     is_adam = name in ("Adam", "AdamW")
-    known = muon.PARAMS if name == "Muon" else inspect.signature(optimizer_class(name)).parameters
+    known = _OF_MUON if name == "Muon" else inspect.signature(optimizer_class(name)).parameters
     params = _checked("optimizer", params, [*known, *(_OF_ADAM if is_adam else ())])
     for key, (only, why) in _NOT_BUILT.items():
         if bool(params.get(key, only)) != only:
@@ -113,7 +142,7 @@ def optimizer_of(section: Named) -> Spec:
 
 def schedule_of(section: Named) -> Spec:
     """Raises: DeepSpeedConfigError: an unknown schedule, or unknown or missing params."""
-    known = inspect.signature(_schedule_class(section.type)).parameters
+    known = inspect.signature(schedule_class(section.type)).parameters
     params = _checked("scheduler", section.params, known)
     for name, parameter in [*known.items()][1:]:  # without the optimizer
         if parameter.default is parameter.empty and name not in params:
@@ -121,11 +150,13 @@ def schedule_of(section: Named) -> Spec:
     return Spec(section.type, params, section.type)
 
 
-def make_schedule(spec: Spec, optimizer: torch.optim.Optimizer) -> Any:
-    return _schedule_class(spec.name)(optimizer, **spec.params)
-
-
-def _schedule_class(name: str) -> Any:
+def schedule_class(name: str) -> Any:
+    if name in ("OneCycle", "LRRangeTest"):
+        raise DeepSpeedConfigError(
+            f"scheduler.type={name!r} is not built: give initialize a function as lr_scheduler=, such"
+            " as lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr,"
+            " total_steps)."
+        )
     found = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
     if not (isinstance(found, type) and hasattr(found, "get_last_lr")):
         raise DeepSpeedConfigError(
@@ -143,3 +174,63 @@ def _checked(section: str, given: Mapping[str, Any], known: Iterable[str]) -> di
                 f"{section}.params.{name}: there is no such key. {did_you_mean(name, names)}"
             )
     return {name: value for name, value in given.items() if not is_unset(value)}
+
+
+# -- Muon ----------------------------------------------------------------------------------------
+
+
+def make_muon(
+    model: nn.Module, parameters: Sequence[Any], given: Mapping[str, Any]
+) -> MuonWithAdamW:
+    """Make the optimizer that a configuration names.
+
+    Args:
+        parameters: parameters of `model`, or groups of them.
+        given: the checked params of the configuration.
+
+    Raises:
+        ValueError: `use_muon` is true for a parameter that is no matrix.
+    """
+    listed = [item for item in parameters if isinstance(item, Mapping)]
+    loose = [item for item in parameters if not isinstance(item, Mapping)]
+    if loose:
+        listed.append({"params": loose})
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups: list[dict[str, Any]] = []
+    for group in listed:
+        trained = [p for p in group["params"] if p.requires_grad]
+        for use_muon in (True, False):
+            half = [p for p in trained if _is_for_muon(names.get(id(p), ""), p) is use_muon]
+            if half:
+                groups.append({"params": half, **_muon_options(use_muon, given, group)})
+    return MuonWithAdamW(groups)
+
+
+def _is_for_muon(name: str, param: nn.Parameter) -> bool:
+    told = param.__dict__.get("use_muon")
+    if told is None:
+        return param.ndim == 2 and not any(part in name.lower() for part in _NOT_HIDDEN)
+    if told and param.ndim != 2:
+        raise ValueError(
+            f"{name!r} has use_muon=True and the shape {tuple(param.shape)}: Muon steps matrices, of"
+            " two dimensions. Set use_muon to False on it; AdamW then steps it."
+        )
+    return bool(told)
+
+
+def _muon_options(
+    use_muon: bool, given: Mapping[str, Any], group: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the options of one half of a group: what the group sets, else what the file sets."""
+    defaults = _MUON if use_muon else _ADAM
+    found = {**defaults, **{key: given[key] for key in defaults if key in given}}
+    found["lr"] = given.get("muon_lr" if use_muon else "adam_lr", found["lr"])
+    found |= {key: group[key] for key in defaults if key in group}
+    found["use_muon"] = use_muon
+    if not use_muon:
+        found["decoupled_weight_decay"] = given.get("adam_w_mode", True)
+        if given.get("torch_adam", False):
+            found["foreach"] = given.get("foreach")
+        else:
+            found["fused"] = True
+    return found

@@ -59,24 +59,12 @@ class ZeROOptimizer(metaclass=_Kind):
     """See this module's table."""
 
 
-class DeepSpeedZeroOptimizer(metaclass=_Kind):
+class _None(metaclass=_Kind):
     """See this module's table."""
 
 
-class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
-    """See this module's table."""
-
-
-class FP16_Optimizer(metaclass=_Kind):
-    """See this module's table."""
-
-
-class FP16_UnfusedOptimizer(metaclass=_Kind):
-    """See this module's table."""
-
-
-class BF16_Optimizer(metaclass=_Kind):
-    """See this module's table."""
+DeepSpeedZeroOptimizer = DeepSpeedZeroOptimizer_Stage3 = _None
+FP16_Optimizer = FP16_UnfusedOptimizer = BF16_Optimizer = _None
 
 
 def count(optimizer: Any, *kinds: str) -> Any:
@@ -112,14 +100,6 @@ def _groups(params: Iterable[Any], options: Iterable[str]) -> list[dict[str, Any
     return [{name: v for name, v in group.items() if name in known} for group in listed]
 
 
-def _adam(decoupled: bool, bias_correction: bool) -> type[torch.optim.Optimizer]:
-    if not bias_correction:
-        raise NotImplementedError(
-            "bias_correction=False: torch's Adam always corrects; leave it out."
-        )
-    return torch.optim.AdamW if decoupled else torch.optim.Adam
-
-
 class DeepSpeedCPUAdam(metaclass=_Kind):
     """`torch.optim.AdamW`, or `Adam` if `adamw_mode` is false, by DeepSpeed's name."""
 
@@ -135,9 +115,13 @@ class DeepSpeedCPUAdam(metaclass=_Kind):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> Any:
+        if not bias_correction:
+            raise NotImplementedError(
+                "bias_correction=False: torch's Adam always corrects; leave it out."
+            )
         return _made(
-            "DeepSpeedCPUAdam",
-            _adam(adamw_mode, bias_correction),
+            cls.__name__,
+            torch.optim.AdamW if adamw_mode else torch.optim.Adam,
             model_params,
             lr=lr,
             betas=tuple(betas),
@@ -162,16 +146,9 @@ class FusedAdam(metaclass=_Kind):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> Any:
-        return _made(
-            "FusedAdam",
-            _adam(adam_w_mode, bias_correction),
-            params,
-            lr=lr,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-        )
+        adam: Any = DeepSpeedCPUAdam
+        options = (lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
+        return adam.__new__(cls, params, *options)
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Kind):

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 import onefold
 from onefold.runtime.differentiate import will_accumulate
@@ -37,6 +38,10 @@ class EngineMisuse(RuntimeError, AssertionError):
     places and raises RuntimeError in others, by version. Scripts that catch either are served. Some
     compare the words: a message has those of DeepSpeed where it says the same.
     """
+
+
+#: Calls a function at the end of the backward pass that runs.
+_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class _Divided:
@@ -61,8 +66,8 @@ class Passes:
         self._in_backward = 0
         self._loss_scaled = False
         self._handles: list[Any] = []
-        # Plain parameters whose gradients are hooked, by id, and the pass that the hooks are in
-        self._hooked: dict[int, weakref.ref[nn.Parameter]] = {}
+        # Plain parameters whose gradients are hooked, and the pass that the hooks are in
+        self._hooked: Any = WeakIdKeyDictionary()
         self._open, self._factor = False, 1.0
         core = onefold.engine_of(engine.module)
         if isinstance(core.follower, Passes):
@@ -145,10 +150,7 @@ class Passes:
 
     def _scaled_pass(self, _: Tensor) -> None:
         self._loss_scaled = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_scaled_pass)
-
-    def _end_scaled_pass(self) -> None:
-        self._loss_scaled = False
+        _at_end(partial(setattr, self, "_loss_scaled", False))
 
     # -- plain parameters, on one process ------------------------------------------------------------
 
@@ -162,12 +164,9 @@ class Passes:
 
     def _hook_parameters(self, module: nn.Module) -> None:
         for parameter in module.parameters():
-            if not parameter.requires_grad:
-                continue
-            known = self._hooked.get(id(parameter))
-            if known is None or known() is not parameter:
-                self._hooked[id(parameter)] = here = weakref.ref(parameter)
-                hook = partial(self._arriving, here)
+            if parameter.requires_grad and parameter not in self._hooked:
+                hook = partial(self._arriving, weakref.ref(parameter))
+                self._hooked[parameter] = True
                 self._handles.append(parameter.register_hook(hook))
 
     def _arriving(self, leaf: weakref.ref[nn.Parameter], gradient: Tensor) -> Tensor | None:
@@ -177,8 +176,5 @@ class Passes:
             return None
         if not self._open:
             self._open, self._factor = True, self.backward_begins()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            _at_end(partial(setattr, self, "_open", False))
         return gradient if self._factor == 1 else gradient * self._factor
-
-    def _end_pass(self) -> None:
-        self._open = False

@@ -26,6 +26,7 @@ concatenates its parts.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import os
 import re
@@ -37,6 +38,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source, Stored
@@ -101,36 +103,32 @@ def _chosen(path: Path, tag: str | None) -> Path:
     if tag is None:
         tag = named_in(path / "latest") if (path / "latest").is_file() else ""
         who = f"its file 'latest' names {tag!r}"
-    folder = path / tag
-    if path.resolve() not in folder.resolve().parents or not folder.is_dir() or not _is_tag(folder):
+    if tag not in (tags := _tags(path)):
         raise CheckpointError(
             f"{path}: {who}, but there is no such checkpoint in it. There are:"
-            f" {', '.join(_tags(path)) or 'none'}."
+            f" {', '.join(tags) or 'none'}."
         )
-    return folder
+    return path / tag
 
 
 def _files(folder: Path) -> dict[str, list[Path]]:
     """Return the files of a tag folder in the order of ranks: {"model": [...], "optim": [...]}."""
     found: dict[str, dict[int, Path]] = {"model": {}, "optim": {}}
-    for name in sorted(file.name for file in folder.iterdir()):
-        for pattern, what in _OTHER_KINDS.items():
-            if re.match(pattern, name):
-                raise CheckpointError(
-                    f"{folder} holds {what}, which cannot be read. Only data-parallel checkpoints of"
-                    " ZeRO 1, 2 and 3 can be."
-                )
-        if (match := _FILE.match(name)) is None:
-            continue
-        if int(match["other"]):
+    for path in sorted(folder.iterdir()):
+        match = _FILE.match(path.name)
+        kinds = (what for pattern, what in _OTHER_KINDS.items() if re.match(pattern, path.name))
+        other = "a tensor- or pipeline-parallel run" if match and int(match["other"]) else None
+        if what := next(kinds, other):
             raise CheckpointError(
-                f"{folder / name} belongs to a tensor- or pipeline-parallel run, which cannot be"
-                " read: only data-parallel ones can."
+                f"{folder} holds {what}, which cannot be read: only data-parallel checkpoints of ZeRO"
+                " 1, 2 and 3 can be."
             )
-        there = found[match["kind"]].setdefault(int(match["rank"] or 0), folder / name)
-        if there.name != name:
+        if (
+            match
+            and (there := found[match["kind"]].setdefault(int(match["rank"] or 0), path)) != path
+        ):
             raise CheckpointError(
-                f"{folder} holds two checkpoints in one: {there.name} and {name}. Remove the one"
+                f"{folder} holds two checkpoints in one: {there.name} and {path.name}. Remove the one"
                 " that is not meant."
             )
     if not found["optim"]:
@@ -247,13 +245,10 @@ class _Shard:
         saved = read_pickle(path)["optimizer_state_dict"]
         self.stage = int(saved.get("zero_stage", 1))
         counts = saved["partition_count"]
-        counts = {int(n) for n in counts} if isinstance(counts, (list, tuple)) else {int(counts)}
-        if len(counts) != 1 or saved.get("ds_zero_partition_groups") is not None:
-            raise CheckpointError(
-                f"{path}: parameters are divided over groups of different sizes (experts), which"
-                " cannot be read."
-            )
-        self.ranks = counts.pop()
+        # One number: experts, divided over other groups of ranks, are refused by their files
+        (self.ranks,) = {
+            int(n) for n in (counts if isinstance(counts, (list, tuple)) else [counts])
+        }
         third = self.stage == 3
         masters = saved["fp32_flat_groups" if third else "single_partition_of_fp32_groups"]
         inner = saved["optimizer_state_dict" if third else "base_optimizer_state"]
@@ -270,17 +265,16 @@ class _Shard:
             self.cells.append({"": master, **given, **known})
         # Without what only DeepSpeed's own Adam has. torch's always corrects the bias
         self.groups = groups and [
-            {k: v for k, v in g.items() if k != "step" and not (k == "bias_correction" and v)}
-            for g in groups
+            {k: v for k, v in g.items() if k not in ("step", "bias_correction")} for g in groups
         ]
         self.paddings = saved.get("param_alignment_paddings")
         scaler = saved.get("loss_scaler")
         self.scaler = dict(vars(scaler)) if hasattr(scaler, "__dict__") else None
 
-    def flat(self, cell: int, state: str) -> torch.Tensor | None:
+    def flat(self, cell: int, state: str) -> Tensor | None:
         """Return a state of a cell; None unless it has an element for each of its masters."""
         value, masters = self.cells[cell].get(state), self.cells[cell][""]
-        there = isinstance(value, torch.Tensor) and value.dim() > 0
+        there = isinstance(value, Tensor) and value.dim() > 0
         return value.detach().view(-1) if there and value.numel() >= masters.numel() else None  # type: ignore[union-attr]
 
 
@@ -320,14 +314,20 @@ class DeepSpeedSource(Source):
         self.files = _files(self.folder)
         self._shards: dict[int, _Shard] = {}
         self._models: dict[int, Mapping[str, Any]] = {}
-        try:
+        with self._worded():
             self._open()
+
+    @contextlib.contextmanager
+    def _worded(self) -> Iterator[None]:
+        """Raise what other values than DeepSpeed's lead to as CheckpointError."""
+        try:
+            yield
         except CheckpointError:
             raise
-        except Exception as error:  # whatever values of other kinds than DeepSpeed's lead to
+        except Exception as error:
             raise CheckpointError(
-                f"{self.folder} is no checkpoint of DeepSpeed's ZeRO as of version 0.19:"
-                f" {type(error).__name__}: {error}."
+                f"{self.folder} is no checkpoint of DeepSpeed's ZeRO as of version 0.19, or was not"
+                f" copied whole: {type(error).__name__}: {error}."
             ) from None
 
     def _open(self) -> None:
@@ -364,23 +364,19 @@ class DeepSpeedSource(Source):
             f" {self.step})"
         )
 
-    @property
-    def frozen_names(self) -> frozenset[str]:
-        """The names of parameters that took no gradient."""
-        return frozenset(self._frozen)
-
     def items(self) -> Mapping[Item, Stored]:
         return self._items
 
     def aliases(self) -> Mapping[str, str]:
         return self._aliases
 
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+    def read(self, item: Item, start: int, stop: int, out: Tensor) -> None:
         """Read elements into `out`; see `Source.read`. No other bytes of the files are read."""
         at, target = 0, out.view(-1)
-        for found in self._elements(item, start, stop):
-            target[at : at + found.numel()].copy_(found)
-            at += found.numel()
+        with self._worded():
+            for found in self._elements(item, start, stop):
+                target[at : at + found.numel()].copy_(found)
+                at += found.numel()
         if at != stop - start:
             raise CheckpointError(
                 f"{self.describe} holds {at} of {stop - start} elements of {item}: the parameters"
@@ -394,7 +390,7 @@ class DeepSpeedSource(Source):
         return {
             key: torch.tensor(float(value), device="cpu") if key == "step" else copy.deepcopy(value)
             for key, value in cell.items()
-            if not isinstance(value, torch.Tensor) or value.dim() == 0
+            if not isinstance(value, Tensor) or value.dim() == 0
         }
 
     def groups(self) -> list[list[dict[str, Any]]] | None:
@@ -418,7 +414,7 @@ class DeepSpeedSource(Source):
                 yield name, (cell, at, tuple(shape))
                 at += (-(-prod(shape) // self.ranks) if self.stage == 3 else prod(shape)) + padding
 
-    def _elements(self, item: Item, start: int, stop: int) -> Iterator[torch.Tensor]:
+    def _elements(self, item: Item, start: int, stop: int) -> Iterator[Tensor]:
         """Yield views of the mapped files that make up elements `[start, stop)`, in order."""
         if item.kind != "buffer" and item.name in self._places:
             cell, begin, shape = self._places[item.name]
@@ -428,64 +424,33 @@ class DeepSpeedSource(Source):
                 each = self._first.cells[cell][""].numel()
                 cuts = _cuts(0, each, begin + start, begin + stop)
             for rank, a, b in cuts:
-                flat = self._shard(rank).flat(cell, item.state)
-                if flat is None:
-                    raise CheckpointError(
-                        f"{self.files['optim'][rank]} holds no {item.state!r} for the optimizer's"
-                        f" group {cell}, as other ranks' files do."
-                    )
+                flat: Any = self._shard(rank).flat(cell, item.state)
                 yield flat[a:b]
         elif item.kind == "buffer" or self.stage < 3:
             yield self._model(0)["module"][item.name].detach().reshape(-1)[start:stop]
         else:
-            for rank, a, b in _cuts(
-                0, -(-prod(self._frozen[item.name]) // self.ranks), start, stop
-            ):
-                parts = self._model(rank).get("frozen_param_fragments") or {}
-                if item.name not in parts:
-                    raise CheckpointError(
-                        f"{self.files['model'][rank]} has no part of the frozen parameter"
-                        f" {item.name!r}, which rank 0's file lists."
-                    )
-                yield parts[item.name].detach().view(-1)[a:b]
+            each = -(-prod(self._frozen[item.name]) // self.ranks)
+            for rank, a, b in _cuts(0, each, start, stop):
+                yield self._model(rank)["frozen_param_fragments"][item.name].detach().view(-1)[a:b]
 
     def _model(self, rank: int) -> Mapping[str, Any]:
         if rank not in self._models:
-            if rank >= len(self.files["model"]):
-                raise CheckpointError(
-                    f"{self.folder} has no model file of rank {rank} (*_model_states.pt): copy it"
-                    " whole."
-                )
-            path = self.files["model"][rank]
-            contents = read_pickle(path)
-            if not isinstance(contents, Mapping) or contents.get("param_shapes") is None:
-                raise CheckpointError(
-                    f"{path} is no model file of DeepSpeed 0.19, or was saved without a ZeRO"
-                    " optimizer."
-                )
-            self._models[rank] = contents
+            self._models[rank] = read_pickle(self.files["model"][rank])
         return self._models[rank]
 
     def _shard(self, rank: int) -> _Shard:
         """Return the optimizer file of a rank, which fits the first rank's."""
-        first = self._first
         if rank not in self._shards:
             shard = _Shard(self.files["optim"][rank])
-            if (shard.stage, shard.ranks, len(shard.cells)) != (
-                *(first.stage, first.ranks, len(self._names)),
-            ):
+            mine, theirs = (
+                (of.stage, of.ranks, [float(cell.get("step", 0)) for cell in of.cells])
+                for of in (shard, self._first)
+            )
+            if mine != theirs:
                 raise CheckpointError(
-                    f"{shard.path} is of stage {shard.stage} on {shard.ranks} ranks with"
-                    f" {len(shard.cells)} flat tensors; expected stage {first.stage}, {first.ranks}"
-                    f" ranks, {len(self._names)}: it belongs to another checkpoint."
+                    f"{shard.path} is of stage, ranks and steps {mine}, rank 0's file of {theirs}: it"
+                    " belongs to another checkpoint."
                 )
-            for mine, theirs in zip(shard.cells, first.cells, strict=True):
-                step, expected = (float(cell.get("step", 0)) for cell in (mine, theirs))
-                if step != expected:
-                    raise CheckpointError(
-                        f"{shard.path} is of step {step:g}, rank 0's file of step {expected:g}: two"
-                        " saves are mixed up."
-                    )
             self._shards[rank] = shard
         return self._shards[rank]
 
@@ -500,7 +465,7 @@ class DeepSpeedSource(Source):
         return {
             name: tuple(t.shape)
             for name, t in model["module"].items()
-            if isinstance(t, torch.Tensor)
+            if isinstance(t, Tensor)
             and not name.endswith("_extra_state")
             and name not in {*self._places, *model["buffer_names"]}
             and not (name in shared and t.numel())
@@ -516,7 +481,7 @@ class DeepSpeedSource(Source):
         for name, shape in self._frozen.items():
             yield Item("parameter", name), Stored(parts[name].dtype, shape)
         for name in model["buffer_names"]:
-            if isinstance(buffer := model["module"].get(name), torch.Tensor):
+            if isinstance(buffer := model["module"].get(name), Tensor):
                 yield Item("buffer", name), Stored(buffer.dtype, tuple(buffer.shape))
 
 

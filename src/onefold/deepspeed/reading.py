@@ -27,12 +27,10 @@ from typing import Any, Literal, get_args
 from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
 
-from onefold.deepspeed.schema import ALIKE, Inert, Later, Named, Root, Section
+from onefold.deepspeed.schema import Inert, Later, Named, Root, Section
 from onefold.reading import parse_json
 
 __all__ = ["DeepSpeedConfigError"]
-#: Keys that too many sections have to say where a misplaced one belongs.
-_ANYWHERE = ("type", "params", "enabled", "device", "dtype", "names", "classes")
 
 
 class DeepSpeedConfigError(ValueError, AssertionError):
@@ -177,9 +175,13 @@ def is_unset(value: Any) -> bool:
     return value is None or (isinstance(value, str) and value == "auto")
 
 
-def _keys(section: type[Section]) -> dict[str, FieldInfo]:
-    """Return the fields of a section by every name that a file may give them."""
-    found = {}
+def _keys(section: type[Section]) -> dict[str, FieldInfo | Inert | Later]:
+    """Return the fields of a section by every name that a file may give them, and the marks of keys
+    that nothing reads.
+    """
+    found: dict[str, FieldInfo | Inert | Later] = {
+        key: mark for mark, names in section.unread.items() for key in names.split()
+    }
     for name, field in section.model_fields.items():
         alias = field.validation_alias
         for key in alias.choices if isinstance(alias, AliasChoices) else (name,):
@@ -187,9 +189,10 @@ def _keys(section: type[Section]) -> dict[str, FieldInfo]:
     return found
 
 
-def _inside(field: FieldInfo | None) -> type[Section] | None:
+def _inside(field: Any) -> type[Section] | None:
     """Return the section that is the value of a field, or None."""
-    kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+    kind = getattr(field, "annotation", None)
+    kinds = (kind, *get_args(kind))
     return next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
 
 
@@ -200,11 +203,7 @@ def _outcomes(
     for key, value in tree.items():
         path, field = f"{prefix}{key}", fields.get(key)
         inner = _inside(field)
-        marks = (
-            [*field.metadata]
-            if field
-            else [m for m, names in ALIKE.items() if not prefix and key in names.split()]
-        )
+        marks = field.metadata if isinstance(field, FieldInfo) else [field]
         mark = next((m for m in marks if isinstance(m, (Inert, Later))), None)
         why = "" if mark is None else mark.why
         if path in wrong:
@@ -215,8 +214,8 @@ def _outcomes(
             for option, chosen in value.items():
                 kind = "auto" if is_unset(chosen) else "served"
                 yield Outcome(f"{path}.{option}", chosen, kind)  # type: ignore[arg-type]
-        elif field is None and mark is None:
-            hint = _meant(key, prefix, fields)
+        elif field is None:
+            hint = _meant(key, fields)
             yield Outcome(path, value, "refused" if hint else "unknown", hint)
         elif is_unset(value):
             yield Outcome(path, value, "auto", why)
@@ -227,24 +226,10 @@ def _outcomes(
             yield Outcome(path, value, "served" if mark is None else "inert", why)
 
 
-def _meant(key: str, prefix: str, fields: Iterable[str]) -> str:
-    """Return where an unknown key belongs, or which one it misspells; "" if it is none of ours."""
-    if key.startswith(("_", "#", "/")) or key.lower() in ("comment", "comments"):
-        return ""
-    for place, section in _places(Root, ""):
-        if place != prefix and key in _keys(section) and key not in _ANYWHERE:
-            where = f'inside "{place[:-1]}"' if place else "at the top level"
-            return f"this key belongs {where}; move it there."
+def _meant(key: str, fields: Iterable[str]) -> str:
+    """Return which key of a section an unknown one misspells; "" if none."""
     near = difflib.get_close_matches(key.lower(), fields, 1, cutoff=0.8)
     return f"there is no such key; did you mean {near[0]!r}?" if near else ""
-
-
-def _places(section: type[Section], prefix: str) -> Iterator[tuple[str, type[Section]]]:
-    """Yield each section with the beginning of the paths inside it."""
-    yield prefix, section
-    for name, field in section.model_fields.items():
-        if (inner := _inside(field)) is not None:
-            yield from _places(inner, f"{prefix}{name}.")
 
 
 def _asks(value: Any, upto: float) -> bool:

@@ -8,7 +8,9 @@ Unlike torch's scaler, the scale falls only after `hysteresis` overflows.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,25 +27,19 @@ class LossScaler:
         scale: what the loss is multiplied with; `cur_scale` and `loss_scale` are other names.
         dynamic: False if the configuration fixes the scale.
         scale_window: finite steps between two growths.
-        min_scale: the smallest scale; `min_loss_scale` is another name.
+        min_scale: the smallest scale.
         delayed_shift: overflows that lower the scale once.
         consecutive_hysteresis: whether a finite step refills the hysteresis.
-        follower: called with the scale after each change; None calls nothing.
         cur_iter, last_overflow_iter, cur_hysteresis: the state, under DeepSpeed's names.
     """
 
-    #: By how much the scale grows and falls.
-    scale_factor = 2.0
-    #: An overflow at the smallest scale is an error.
-    raise_error_at_min_scale = True
-
     def __init__(self, spec: FP16) -> None:
-        self.dynamic = self.dynamic_loss_scale = spec.loss_scale == 0
+        self.dynamic = spec.loss_scale == 0
         self.scale_window = spec.loss_scale_window
-        self.min_scale = self.min_loss_scale = spec.min_loss_scale
+        self.min_scale = spec.min_loss_scale
         self.delayed_shift = spec.hysteresis
         self.consecutive_hysteresis = spec.consecutive_hysteresis
-        self.follower: Callable[[float], None] | None = None
+        self._shown: Callable[[], Any] = lambda: None
         self._scale = 2.0**spec.initial_scale_power if self.dynamic else spec.loss_scale
         self.cur_iter = 0
         self.last_overflow_iter = -1
@@ -56,10 +52,26 @@ class LossScaler:
     @scale.setter
     def scale(self, value: float) -> None:
         self._scale = float(value)
-        if self.follower is not None:
-            self.follower(self._scale)
+        if (optimizer := self._shown()) is not None:
+            optimizer.cur_scale = optimizer.loss_scale = self._scale
 
     cur_scale = loss_scale = scale
+
+    def show_on(self, optimizer: Any) -> None:
+        """Set what callers read of the loss scale. These are plain attributes: `optimizer.loss_scale =
+        8` changes nothing, `optimizer.loss_scaler.cur_scale = 8` does.
+
+        | attribute                          | what it is                                               |
+        |------------------------------------|----------------------------------------------------------|
+        | `loss_scaler`                      | this object; outside fp16 its scale is 1                 |
+        | `cur_scale`, `loss_scale`          | its scale; changes of the scaler are followed            |
+        | `dynamic_loss_scale`               | whether the scale changes by itself                      |
+        | `overflow`                         | whether the last step was skipped                        |
+        """
+        self._shown = weakref.ref(optimizer)
+        self.scale = self.scale
+        optimizer.loss_scaler, optimizer.overflow = self, False
+        optimizer.dynamic_loss_scale = self.dynamic
 
     def is_needed(self) -> bool:
         """Whether a loss has to be scaled: not if the scale is fixed at 1."""

@@ -12,9 +12,10 @@ Names and defaults are those of DeepSpeed 0.19.8, and of older releases whose fi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AliasChoices,
@@ -94,9 +95,14 @@ def _either(default: Any, *names: str) -> Any:
 
 
 class Section(BaseModel):
-    """An object of the configuration. Unknown keys are kept, for reading.py to speak of."""
+    """An object of the configuration. Unknown keys are kept, for reading.py to speak of.
+
+    Attributes:
+        unread: further keys, whose values nothing reads: {mark: names}.
+    """
 
     model_config = ConfigDict(extra="allow")
+    unread: ClassVar[Mapping[Inert | Later, str]] = {}
 
 
 class OffloadDeviceEnum(StrEnum):
@@ -117,6 +123,7 @@ class DeepSpeedZeroOffloadParamConfig(Section):
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(Section):
+    unread = {NVME: "fast_init", HOST: "super_offload cpuadam_cores_perc"}
     device: Annotated[OffloadDeviceEnum, _lower] = OffloadDeviceEnum.none
     nvme_path: str | None = None
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
@@ -124,9 +131,6 @@ class DeepSpeedZeroOffloadOptimizerConfig(Section):
     pin_memory: Annotated[bool, PINNED] = True
     pipeline_read: Annotated[bool, NVME] = False
     pipeline_write: Annotated[bool, NVME] = False
-    fast_init: Annotated[bool, NVME] = False
-    super_offload: Annotated[bool, HOST] = False
-    cpuadam_cores_perc: Annotated[float, Field(ge=0, le=1), HOST] = 0.8
 
     @property
     def pipeline(self) -> bool:
@@ -153,6 +157,20 @@ class DeepSpeedZeroConfig(Section):
         )
     )
 
+    unread = {
+        FLAT: "contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce parameter_alignment"
+        " stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential",
+        BLOCK: "reduce_bucket_size allgather_bucket_size stage3_module_granularity_threshold module_granularity_threshold"
+        " stage3_model_persistence_threshold model_persistence_threshold",
+        TRACE: "stage3_log_trace_cache_warnings log_trace_cache_warnings",
+        SAVES: "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
+        HOST: "round_robin_gradients",
+        PINNED: "cpu_offload_use_pin_memory",
+        INSIDE: "save_muon_momentum_buffer_in_memory legacy_stage1 stage3_legacy_stage1 memory_efficient_linear override_module_apply",
+        REMOVED: "zeropp_loco_param mics_hierarchical_params_gather",
+        Later("stepping some gradients before others trains differently"): "zenflow",
+        Later("Recipe.zero(3, shard_group=...) has it"): "mics_shard_size",
+    }  # fmt: skip
     stage: Annotated[int, Field(ge=0, le=3)] = 0
     overlap_comm: bool | None = None
     compute_grad_norm: bool = True
@@ -172,36 +190,9 @@ class DeepSpeedZeroConfig(Section):
     gather_16bit_weights_on_model_save: Annotated[bool | None, GATHERS] = _either(
         None, *(f"{stage3}gather_{dtype}_weights_on_model_save" for dtype in ("16bit", "fp16") for stage3 in ("stage3_", ""))
     )  # fmt: skip
-    contiguous_gradients: Annotated[bool, FLAT] = True
-    reduce_scatter: Annotated[bool, FLAT] = True
-    allgather_partitions: Annotated[bool, FLAT] = True
-    use_multi_rank_bucket_allreduce: Annotated[bool, FLAT] = True
-    parameter_alignment: Annotated[bool, FLAT] = False
-    use_all_reduce_for_fetch_params: Annotated[bool, FLAT] = False
-    allgather_sequential: Annotated[bool, FLAT] = False
-    reduce_bucket_size: Annotated[float, Field(gt=0), BLOCK] = 5e8
-    allgather_bucket_size: Annotated[Size, BLOCK] = 5e8
     param_persistence_threshold: Annotated[Size, BLOCK] = 1e5
-    model_persistence_threshold: Annotated[Size, BLOCK] = float(1 << 63)
-    module_granularity_threshold: Annotated[Size, BLOCK] = 0
     max_live_parameters: Annotated[Size, TRACE] = 1e9
     max_reuse_distance: Annotated[Size, TRACE] = 1e9
-    log_trace_cache_warnings: Annotated[bool, TRACE] = False
-    load_from_fp32_weights: Annotated[bool, SAVES] = True
-    elastic_checkpoint: Annotated[bool, SAVES] = False
-    pipeline_loading_checkpoint: Annotated[bool, SAVES] = False
-    round_robin_gradients: Annotated[bool, HOST] = False
-    cpu_offload_use_pin_memory: Annotated[bool, PINNED] = True
-    save_muon_momentum_buffer_in_memory: Annotated[bool, INSIDE] = False
-    legacy_stage1: Annotated[bool, INSIDE] = False
-    memory_efficient_linear: Annotated[bool, INSIDE] = True
-    override_module_apply: Annotated[bool, INSIDE] = True
-    zenflow: Annotated[Any, Later("stepping some gradients before others trains differently")] = (
-        None
-    )
-    zeropp_loco_param: Annotated[Any, REMOVED] = None
-    mics_shard_size: Annotated[Any, Later("Recipe.zero(3, shard_group=...) has it")] = None
-    mics_hierarchical_params_gather: Annotated[Any, REMOVED] = None
 
     @model_validator(mode="before")
     @classmethod
@@ -227,14 +218,12 @@ class DeepSpeedZeroConfig(Section):
 
 
 class AIO(Section):
+    unread = {
+        NVME: "block_size single_submit overlap_events",
+        Later("what lies on NVMe passes through host memory, set it to false"): "use_gds",
+    }
     queue_depth: Positive = 8
     intra_op_parallelism: Positive = _either(1, "intra_op_parallelism", "thread_count")
-    block_size: Annotated[float, Field(gt=0), NVME] = 1 << 20
-    single_submit: Annotated[bool, NVME] = False
-    overlap_events: Annotated[bool, NVME] = True
-    use_gds: Annotated[
-        Any, Later("what lies on NVMe passes through host memory, set it to false")
-    ] = None
 
 
 class FP16(Section):
@@ -252,16 +241,18 @@ class FP16(Section):
 
 
 class BF16(Section):
+    unread = {FLAT: "immediate_grad_update"}
     enabled: bool = False
     check_grad_overflow: bool = True
-    immediate_grad_update: Annotated[bool, FLAT] = True
     bf16_master_weights_and_grads: bool = False
     bf16_optimizer_states: bool = False
 
 
 class DataTypes(Section):
+    unread = {
+        Inert("fp16.enabled and bf16.enabled decide in which dtype is computed"): "param_dtype"
+    }
     grad_accum_dtype: Dtype | None = None
-    param_dtype: str | None = None
     buffer_dtype: str | None = None
     keep_in_fp32_modules: list[str] | None = None
 
@@ -273,24 +264,41 @@ class Autocast(Section):
 
 
 class Checkpoint(Section):
+    unread = {SAVES: "load_universal use_node_local_storage parallel_write writer"}
     tag_validation: Annotated[Literal["ignore", "warn", "fail"], _lower] = "warn"
-    load_universal: Annotated[Any, SAVES] = None
-    use_node_local_storage: Annotated[Any, SAVES] = None
-    parallel_write: Annotated[Any, SAVES] = None
-    writer: Annotated[Any, SAVES] = None
 
 
 class Named(Section):
     """An optimizer or a schedule."""
 
+    unread = {INSIDE: "legacy_fusion"}
     type: str
     params: dict[str, Any] = {}
-    legacy_fusion: Annotated[bool, INSIDE] = False
 
 
 class Root(Section):
     """The top level."""
 
+    unread = {
+        LOOP: "tensorboard wandb comet csv_monitor timers comms_logger flops_profiler memory_breakdown dump_state log_level",
+        SAVES: "checkpoint_engine datastates",
+        INSIDE: "vocabulary_size seq_parallel_communication_data_type use_data_before_expert_parallelism data_parallel_size"
+        " disable_python_gc",
+        MEAN: "prescale_gradients gradient_predivide_factor",
+        PROBE: "zero_allow_untested_optimizer",
+        HOST: "zero_force_ds_cpu_optimizer",
+        FLAT: "disable_allgather",
+        MODEL: "activation_checkpointing",
+        AXES: "pipeline tensor_parallel inference expert_parallel sequence_parallel_size",
+        REMOVED: "amp sparse_gradients sparse_attention compression_training quantize_training eigenvalue nebula elasticity"
+        " curriculum_learning progressive_layer_drop graph_harvesting",
+        Later("tuning by trial runs is not built"): "autotuning",
+        Later("call torch.compile on the blocks yourself"): "compile",
+        Later("zero_quantized_nontrainable_weights stores frozen weights quantized"): "weight_quantization",
+        Later("curricula and data routing are not part of Onefold"): "data_efficiency",
+        Later("use onefold.full_params(model) around generate()"): "hybrid_engine",
+        Later("MS-AMP's 8-bit training is not part of Onefold"): "msamp",
+    }  # fmt: skip
     train_batch_size: Positive | None = None
     train_micro_batch_size_per_gpu: Positive | None = None
     gradient_accumulation_steps: Positive | None = None
@@ -310,31 +318,3 @@ class Root(Section):
     optimizer: Named | None = None
     scheduler: Named | None = None
     aio: AIO = AIO()
-    prescale_gradients: Annotated[bool, MEAN] = False
-    gradient_predivide_factor: Annotated[float, Field(gt=0), MEAN] = 1
-    zero_allow_untested_optimizer: Annotated[bool, PROBE] = False
-    zero_force_ds_cpu_optimizer: Annotated[bool, HOST] = True
-    disable_allgather: Annotated[bool, FLAT] = False
-    activation_checkpointing: Annotated[Any, MODEL] = None
-    autotuning: Annotated[Any, Later("tuning by trial runs is not built")] = None
-    compile: Annotated[Any, Later("call torch.compile on the blocks yourself")] = None
-    weight_quantization: Annotated[
-        Any, Later("zero_quantized_nontrainable_weights stores frozen weights quantized")
-    ] = None
-    data_efficiency: Annotated[Any, Later("curricula and data routing are not part of Onefold")] = (
-        None
-    )
-    hybrid_engine: Annotated[Any, Later("use onefold.full_params(model) around generate()")] = None
-    msamp: Annotated[Any, Later("MS-AMP's 8-bit training is not part of Onefold")] = None
-
-
-#: Further keys of the top level, whose values nothing reads: {mark: names}
-ALIKE: dict[Inert | Later, str] = {
-    LOOP: "tensorboard wandb comet csv_monitor timers comms_logger flops_profiler memory_breakdown dump_state log_level",
-    SAVES: "checkpoint_engine datastates",
-    INSIDE: "vocabulary_size seq_parallel_communication_data_type use_data_before_expert_parallelism data_parallel_size"
-    " disable_python_gc",
-    AXES: "pipeline tensor_parallel inference expert_parallel sequence_parallel_size",
-    REMOVED: "amp sparse_gradients sparse_attention compression_training quantize_training eigenvalue nebula elasticity"
-    " curriculum_learning progressive_layer_drop graph_harvesting",
-}

@@ -26,31 +26,30 @@ VERSION = "0.19.8+onefold"
 _HERE = "onefold.deepspeed"
 #: Packages that look for DeepSpeed when they are imported.
 _BEFORE = ("transformers", "accelerate")
-_ZERO = "init gathered parameter_facts"
+_ZERO = "zero facts"
 
 #: {module: the files of this package whose public names (`__all__`) it shows, or other modules}.
 #: Parents of these modules exist without a row of their own.
 SERVED: Mapping[str, str] = {
-    "deepspeed": "small engine setup meaning reading optimizers comm",
+    "deepspeed": "small engine setup meaning reading optimizers",
     "deepspeed.accelerator": "small",
     "deepspeed.accelerator.real_accelerator": "small",
     "deepspeed.checkpoint.utils": "small",
     "deepspeed.checkpointing": "checkpointing",
-    "deepspeed.comm": "comm torch.distributed",
-    "deepspeed.comm.comm": "comm torch.distributed",
+    "deepspeed.comm": "small torch.distributed",
+    "deepspeed.comm.comm": "small torch.distributed",
     "deepspeed.launcher.runner": "small",
-    "deepspeed.moe.utils": "small",
-    "deepspeed.ops": "builders",
+    "deepspeed.ops": "small",
     "deepspeed.ops.adagrad": "optimizers",
     "deepspeed.ops.adagrad.cpu_adagrad": "optimizers",
     "deepspeed.ops.adam": "optimizers",
     "deepspeed.ops.adam.cpu_adam": "optimizers",
     "deepspeed.ops.adam.fused_adam": "optimizers",
-    "deepspeed.ops.aio": "builders",
+    "deepspeed.ops.aio": "small",
     "deepspeed.ops.lion": "optimizers",
     "deepspeed.ops.lion.cpu_lion": "optimizers",
     "deepspeed.ops.lion.fused_lion": "optimizers",
-    "deepspeed.ops.op_builder": "builders",
+    "deepspeed.ops.op_builder": "small",
     "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpointing",
     "deepspeed.runtime.base_optimizer": "optimizers",
     "deepspeed.runtime.bf16_optimizer": "optimizers",
@@ -83,13 +82,16 @@ SERVED: Mapping[str, str] = {
 REFUSED: Mapping[str, str] = {
     "other axes than data are those of a mesh, as in onefold.shard(model, recipe, mesh=...)": (
         "PipelineModule checkpointing.get_cuda_rng_tracker checkpointing.model_parallel_cuda_manual_seed"
-        " moe.MoE moe.experts moe.layer moe.mappings moe.sharded_moe moe.utils.has_moe_layers pipe"
+        " moe pipe"
         " runtime.pipe runtime.sequence_parallel sequence tp_model_init utils.groups"
     ),
     "generate under onefold.full_params(model) or onefold.keep_gathered(model)": (
         "DeepSpeedHybridEngine InferenceEngine inference init_inference module_inject runtime.hybrid_engine"
     ),
     "monitors and profilers are not part of Onefold; log from your loop": "monitor profiling",
+    "give initialize lr_scheduler=, such as torch.optim.lr_scheduler.OneCycleLR": (
+        "runtime.lr_schedules.LRRangeTest runtime.lr_schedules.OneCycle"
+    ),
     "write the schedule into the configuration": (
         "add_tuning_arguments runtime.lr_schedules.add_tuning_arguments"
     ),

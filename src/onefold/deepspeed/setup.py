@@ -21,33 +21,33 @@ import argparse
 import contextlib
 import logging
 import os
+import sys
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import onefold
-from onefold.deepspeed import muon
-from onefold.deepspeed.access import note_optimizer
 from onefold.deepspeed.autocast import mark_for_the_wire
-from onefold.deepspeed.comm import init_distributed, needs_group
 from onefold.deepspeed.engine import DeepSpeedEngine
-from onefold.deepspeed.gathered import ParameterOffload, mark
+from onefold.deepspeed.facts import take_facts
 from onefold.deepspeed.leaves import mark_configured
 from onefold.deepspeed.meaning import BATCH, DeepSpeedConfig, refuse_auto, world_size_of
-from onefold.deepspeed.named import make_schedule, optimizer_class
+from onefold.deepspeed.named import make_muon, optimizer_class, schedule_class
 from onefold.deepspeed.optimizers import count_as
-from onefold.deepspeed.parameter_facts import check_writes, take_facts
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
 from onefold.deepspeed.serving import serving
-from onefold.deepspeed.state import show_leaves, whole_in
+from onefold.deepspeed.small import join
+from onefold.deepspeed.state import whole_in
+from onefold.deepspeed.zero import ParameterOffload, mark
 from onefold.device import available, default_device, of_local_rank, set_default
-from onefold.hosts import stream_under_the_name
+from onefold.hosts import stream_to_vllm
 from onefold.layout import LOW
+from onefold.optim.states import meet
+from onefold.reading import StrPath
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.flat import declare
 from onefold.runtime.hooks import engine_of, is_sharded
@@ -82,9 +82,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
-    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config: Mapping[str, Any] | StrPath | None = None,
     mesh_param: Any = None,
-    config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    config_params: Mapping[str, Any] | StrPath | None = None,
     *,
     group: Any = None,
     units: Sequence[str | type] | None = None,
@@ -138,18 +138,29 @@ def initialize(
     left = settings.undecided(*(part for part, value in beside.items() if value is not None))
     refuse_auto([path for path in left if path.startswith(_DECIDING)] if serving() else left)
     settings._configure_train_batch_size()
-    _check_parameters(model, optimizer, chosen)
-    _check_schedule(optimizer, lr_scheduler)
-    recipe = _recipe(settings, optimizer)
+    _check(model, optimizer, chosen, lr_scheduler)
+    recipe = settings.recipe(optimizer)
     _shard(model, recipe, settings, group, units)
     trained = chosen or [p for p in model.parameters() if p.requires_grad]
     made = _optimizer(model, settings, optimizer, trained)
-    _refuse_fp16_states(recipe, made)
+    if (
+        made is not None
+        and recipe.optimizer.dtype == torch.float16
+        and recipe.moments is None
+        and any("eps" in group for group in made.param_groups)
+    ):
+        raise ValueError(
+            f"fp16_master_weights_and_grads with {type(made).__name__}: its states would be fp16 too,"
+            " where squares of small gradients are 0, so that its steps come out many times too"
+            " large. Name Adam or AdamW in the configuration, pass an object of theirs as optimizer=,"
+            " or leave fp16_master_weights_and_grads out."
+        )
     schedule = lr_scheduler if made is not None else None
     if callable(schedule):
         schedule = schedule(made)
     elif schedule is None and settings.scheduler is not None and made is not None:
-        schedule = make_schedule(settings.scheduler, made)
+        named = settings.scheduler
+        schedule = schedule_class(named.name)(made, **named.params)
     engine = DeepSpeedEngine(model, settings, made, schedule, collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -166,18 +177,14 @@ def _configuration(
     """Return the one configuration that was given, without what a model needs that is only
     evaluated.
     """
-    sources = {
-        "config": config,
-        "config_params": config_params,
-        "args.deepspeed_config": getattr(args, "deepspeed_config", None),
-    }
-    said = {name: value for name, value in sources.items() if value is not None}
+    sources = (config, config_params, getattr(args, "deepspeed_config", None))
+    said = [source for source in sources if source is not None]
     if len(said) != 1:
         raise ValueError(
             "initialize takes one configuration, as config=, a dict or the path of a JSON file; it"
-            f" was given {' and '.join(said) or 'none'}."
+            f" was given {len(said)} by config=, config_params= and args.deepspeed_config."
         )
-    given = load(*said.values())
+    given = load(*said)
     params = (given.get("optimizer") or {}).get("params") or {}
     if optimizer is None and not chosen and "auto" in params.values():
         # A model that is only evaluated, given the configuration of one that is trained
@@ -213,36 +220,28 @@ def _meet_hosts(engine: DeepSpeedEngine, configured: bool) -> None:
     model, optimizer, settings = engine.module, engine.optimizer, engine.settings
     engine.keeps_gradients = True  # callbacks of Trainer read gradients after the step
     if optimizer is not None:
-        note_optimizer(engine_of(model), optimizer)
+        meet(optimizer)  # for the functions of access.py, also before its first step
         count_as(engine, configured)
     if settings.zero_optimization_stage < 3:
         _give_whole_state_dicts(engine)
         take_facts(model.parameters())  # a former engine at stage 3 may have given them
     else:
-        mark(model)
-        if settings.enable_sanity_checks:
-            check_writes(model.parameters())
-        leaves = mark_configured(model, settings.leaf_module)
+        mark(model, settings.enable_sanity_checks)
+        mark_configured(model, settings.leaf_module, optimizer)
         if optimizer is not None:
             optimizer.parameter_offload = offload = ParameterOffload(model)
             optimizer.empty_partition_cache = offload.empty_partition_cache
-            show_leaves(optimizer, leaves)
     if engine.global_rank:
         _leave_writing_to_first(engine)
-    _spare_lightning(model)
-    stream_under_the_name()
-
-
-def _spare_lightning(model: nn.Module) -> None:
-    """Keep Lightning's DeepSpeedStrategy from gathering state that it does not use.
-
-    At each checkpoint it asks for the states of model and optimizer and discards them, because the
-    engine writes them. It gets empty dicts instead.
-    """
+    # At each checkpoint Lightning's DeepSpeedStrategy asks for the states of model and optimizer and
+    # discards them, because the engine writes them: they are not gathered for it
     strategy: Any = getattr(getattr(model, "_trainer", None), "strategy", None)
     if any(kind.__name__ == "DeepSpeedStrategy" for kind in type(strategy).__mro__):
         strategy.lightning_module_state_dict = dict
         strategy.optimizer_state = lambda optimizer: {}
+    stream_to_vllm(
+        getattr(sys.modules.get("trl.generation.vllm_generation"), "VLLMGeneration", None)
+    )
 
 
 def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
@@ -312,23 +311,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def join(required: bool | None, port: int = 29500) -> None:
-    """Join the process group that the launcher's environment variables describe.
-
-    torchrun, Slurm wrappers and others set these variables.
-    """
-    if required is False:
-        needs_group()
-    if not dist.is_available() or dist.is_initialized():
-        return
-    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        init_distributed(distributed_port=port)
-    elif required:
-        raise ValueError(
-            "dist_init_required=True, but RANK and WORLD_SIZE are not set: start with torchrun."
-        )
-
-
 def _device() -> torch.device | None:
     """Return this rank's accelerator; None if there is none, which leaves the model where it is."""
     if not available():
@@ -338,8 +320,10 @@ def _device() -> torch.device | None:
     return device
 
 
-def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None) -> None:
-    """Raise ValueError for a parameter of another model, or an optimizer that has stepped."""
+def _check(model: nn.Module, optimizer: Any, chosen: list[Any] | None, lr_scheduler: Any) -> None:
+    """Raise ValueError for a parameter of another model, an optimizer that has stepped, or a schedule
+    of an optimizer that the engine does not have.
+    """
     groups: list[Any] = list(chosen or [])
     if isinstance(optimizer, torch.optim.Optimizer):
         groups += optimizer.param_groups
@@ -348,6 +332,12 @@ def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None
                 "the optimizer has stepped already, so its states have the shapes of whole"
                 " parameters: call initialize before its first step."
             )
+    elif isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
+        raise ValueError(
+            f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that was made"
+            " outside, and the engine makes its own: pass that optimizer as optimizer=, or a"
+            " function of an optimizer as lr_scheduler=."
+        )
     own = {id(p) for p in model.parameters()}
     for entry in groups:
         for parameter in entry["params"] if isinstance(entry, Mapping) else [entry]:
@@ -357,40 +347,6 @@ def _check_parameters(model: nn.Module, optimizer: Any, chosen: list[Any] | None
                     " model's: pass model.parameters(), or an optimizer over them, of the model"
                     " that is given here."
                 )
-
-
-def _recipe(settings: DeepSpeedConfig, given: Any) -> Recipe:
-    """Return the recipe, now that the optimizer is known: Adam over master weights in 16 bits keeps
-    its moments in fp32, unless the file says otherwise.
-    """
-    adam = isinstance(given, (torch.optim.Adam, torch.optim.AdamW))
-    short = settings.bf16.bf16_optimizer_states
-    fp32 = adam and "master_dtype" in settings.recipe_arguments and not short
-    return settings.recipe(**({"moments": "fp32"} if fp32 else {}))
-
-
-def _refuse_fp16_states(recipe: Recipe, optimizer: torch.optim.Optimizer | None) -> None:
-    """Raise ValueError for an optimizer that would divide by a state that it keeps in fp16."""
-    if optimizer is None or recipe.optimizer.dtype != torch.float16 or recipe.moments is not None:
-        return
-    if any("eps" in group for group in optimizer.param_groups):
-        raise ValueError(
-            f"fp16_master_weights_and_grads with {type(optimizer).__name__}: its states would be"
-            " fp16 too, where squares of small gradients are 0, so that its steps come out many"
-            " times too large. Name Adam or AdamW in the configuration, pass an object of theirs"
-            " as optimizer=, or leave fp16_master_weights_and_grads out."
-        )
-
-
-def _check_schedule(optimizer: Any, lr_scheduler: Any) -> None:
-    """Raise ValueError for a schedule of an optimizer that the engine does not have."""
-    made_here = optimizer is None or callable(optimizer)
-    if made_here and isinstance(lr_scheduler, torch.optim.lr_scheduler.LRScheduler):
-        raise ValueError(
-            f"lr_scheduler is a {type(lr_scheduler).__name__} over an optimizer that was made"
-            " outside, and the engine makes its own: pass that optimizer as optimizer=, or a"
-            " function of an optimizer as lr_scheduler=."
-        )
 
 
 def _optimizer(
@@ -414,13 +370,7 @@ def _optimizer(
             " some."
         )
     if settings.optimizer.name == "Muon":
-        if engine_of(model).recipe.optimizer.tier.on_disk:
-            raise ValueError(
-                'optimizer.type="Muon" with states on NVMe: Muon steps whole matrices, and states on'
-                ' a disk are stepped chunk by chunk. Use offload_optimizer {"device": "cpu"}, or'
-                " another optimizer."
-            )
-        return muon.make(model, parameters, settings.optimizer.params)
+        return make_muon(model, parameters, settings.optimizer.params)
     made: Any = optimizer_class(settings.optimizer.name)
     try:
         return made(parameters, **settings.optimizer.params)

@@ -1,5 +1,5 @@
-"""What else scripts import from `deepspeed`: the version, the accelerator, logs, loaders, functions over
-tensors.
+"""What else scripts import from `deepspeed`: the version, the accelerator, ranks, logs, loaders,
+functions over tensors, and what they ask about compiled operators.
 """
 
 from __future__ import annotations
@@ -7,14 +7,17 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from datetime import timedelta
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import is_initialized
 from torch.utils._pytree import tree_map
 
-from onefold.deepspeed.comm import get_rank, local_rank
 from onefold.deepspeed.serving import VERSION as __version__
 from onefold.device import (
     available,
@@ -28,11 +31,25 @@ from onefold.device import (
 )
 from onefold.memory import free_host_memory, total_host_memory
 
+#: {DeepSpeed's operator: its name, where what it is for is served}, and others
+_OPERATORS = {
+    "AsyncIO": "async_io",
+    "CPUAdagrad": "cpu_adagrad",
+    "CPUAdam": "cpu_adam",
+    "CPULion": "cpu_lion",
+    "FusedAdam": "fused_adam",
+    "FusedLion": "fused_lion",
+}
+_OTHERS = (
+    "EvoformerAttn", "FPQuantizer", "FusedLamb", "GDS", "Inference", "Quantizer", "RandomLTD", "SpatialInference",
+    "StochasticTransformer", "Transformer",
+)  # fmt: skip
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
     "OnDevice",
     "RepeatingLoader",
     "ZeRORuntimeException",
+    "__compatible_ops__",
     "__git_branch__",
     "__git_hash__",
     "__version__",
@@ -41,19 +58,26 @@ __all__ = [
     "__version_patch__",
     "_orig_torch_arange",
     "clone_tensors_for_torch_save",
+    "configure",
     "get_accelerator",
+    "get_all_ranks_from_group",
+    "get_local_rank",
+    "get_rank",
+    "get_world_group",
+    "get_world_size",
+    "inference_all_reduce",
+    "init_distributed",
     "instrument_w_nvtx",
     "is_initialized",
-    "is_moe_param",
     "log_dist",
+    "log_summary",
     "logger",
     "move_to_device",
     "see_memory_usage",
-    "split_params_into_different_moe_groups_for_optimizer",
+    *(f"{name}Builder" for name in (*_OPERATORS, *_OTHERS)),
 ]
 __git_branch__ = __git_hash__ = "onefold"
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
-F = TypeVar("F", bound=Callable[..., Any])
 logger = logging.getLogger("DeepSpeed")
 #: A file of `NAME=value` lines that launchers of several nodes read.
 DEEPSPEED_ENVIRONMENT_NAME = os.environ.get("DS_ENV_FILE", ".deepspeed_env")
@@ -69,79 +93,9 @@ class Accelerator:
     and torch.accelerator's of memory and waiting, which answer 0 without an accelerator.
     """
 
-    def is_available(self) -> bool:
-        return available()
-
-    def device_name(self, device_index: int | str | None = None) -> str:
-        kind = default_device().type if available() else "cpu"
-        return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
-
-    def device(self, device_index: int | None = None) -> torch.device:
-        return torch.device(self.device_name(device_index))
-
-    def current_device(self) -> int | str:
-        return local_rank() % device_count() if available() else "cpu"
-
-    def current_device_name(self) -> str:
-        return self.device_name(self.current_device())
-
-    def device_count(self) -> int:
-        return device_count() if available() else 0
-
-    def communication_backend_name(self) -> str:
-        return backend_name(default_device())
-
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == self.device_name()
-
-    def set_device(self, device_index: int) -> None:
-        if available():
-            torch.accelerator.set_device_index(device_index)
-
-    def available_memory(self, device_index: int | None = None) -> int:
-        return free_memory() if available() else free_host_memory()
-
-    def total_memory(self, device_index: int | None = None) -> int:
-        if available():
-            return int(torch.accelerator.get_memory_info()[1])
-        return total_host_memory()
-
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        return tensor.pin_memory() if available() else tensor
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return available() and tensor.is_pinned()
-
-    def range_push(self, msg: str = "") -> None:
-        """Do nothing: torch's profiler already names the operators."""
-
-    range_pop = range_push
-
-    def is_bf16_supported(self) -> bool:
-        return True
-
-    is_fp16_supported = is_bf16_supported
-
-    def supported_dtypes(self) -> list[torch.dtype]:
-        return [torch.float32, torch.float16, torch.bfloat16]
-
-    def random(self) -> Any:
-        return torch.random
-
-    def manual_seed_all(self, seed: int) -> None:
-        torch.manual_seed(seed)
-
-    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
-        state = rng_state(torch.device(self.current_device_name()))
-        return torch.get_rng_state() if state is None else state
-
-    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
-        if available():
-            set_rng_state(new_state, torch.device(self.current_device_name()))
-        else:
-            torch.set_rng_state(new_state)
-
     def __getattr__(self, name: str) -> Any:
+        if (method := _METHODS.get(name)) is not None:
+            return method
         name = _FORMER.get(name, name)
         if name in torch.random.__all__:
             return getattr(torch.random, name)
@@ -153,6 +107,58 @@ class Accelerator:
         )
 
 
+def _name(device_index: int | str | None = None) -> str:
+    kind = default_device().type if available() else "cpu"
+    return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
+
+
+def _current() -> int | str:
+    return get_local_rank() % device_count() if available() else "cpu"
+
+
+def _get_rng_state(device_index: int | None = None) -> Tensor:
+    state = rng_state(torch.device(_name(_current())))
+    return torch.get_rng_state() if state is None else state
+
+
+def _set_rng_state(new_state: Tensor, device_index: int | None = None) -> None:
+    if available():
+        set_rng_state(new_state, torch.device(_name(_current())))
+    else:
+        torch.set_rng_state(new_state)
+
+
+_METHODS: Mapping[str, Callable[..., Any]] = {
+    "is_available": available,
+    "device_name": _name,
+    "device": lambda device_index=None: torch.device(_name(device_index)),
+    "current_device": _current,
+    "current_device_name": lambda: _name(_current()),
+    "device_count": lambda: device_count() if available() else 0,
+    "communication_backend_name": lambda: backend_name(default_device()),
+    "on_accelerator": lambda tensor: tensor.device.type == _name(),
+    "set_device": lambda device_index: (
+        torch.accelerator.set_device_index(device_index) if available() else None
+    ),
+    "available_memory": lambda device_index=None: (
+        free_memory() if available() else free_host_memory()
+    ),
+    "total_memory": lambda device_index=None: (
+        int(torch.accelerator.get_memory_info()[1]) if available() else total_host_memory()
+    ),
+    "pin_memory": lambda tensor, align_bytes=1: tensor.pin_memory() if available() else tensor,
+    "is_pinned": lambda tensor: available() and tensor.is_pinned(),
+    # torch's profiler already names the operators
+    "range_push": lambda *_: None,
+    "range_pop": lambda *_: None,
+    "is_bf16_supported": lambda: True,
+    "is_fp16_supported": lambda: True,
+    "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
+    "random": lambda: torch.random,
+    "manual_seed_all": torch.manual_seed,
+    "get_rng_state": _get_rng_state,
+    "set_rng_state": _set_rng_state,
+}
 #: {former name of one of torch.accelerator's functions: its name}
 _FORMER = {
     "memory_cached": "memory_reserved",
@@ -206,7 +212,7 @@ def move_to_device(item: Any, device: Any, criterion_func: Any = lambda _: True)
     """Move the tensors in containers to a device, but those for which `criterion_func` is false."""
 
     def moved(x: Any) -> Any:
-        return x.to(device) if isinstance(x, torch.Tensor) and criterion_func(x) else x
+        return x.to(device) if isinstance(x, Tensor) and criterion_func(x) else x
 
     return tree_map(moved, item)
 
@@ -216,10 +222,10 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
     A tensor that occurs twice (tied weights) is copied once, so that it stays tied.
     """
-    copies: dict[int, torch.Tensor] = {}
+    copies: dict[int, Tensor] = {}
 
     def copied(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
+        if not isinstance(x, Tensor):
             return x
         if id(x) not in copies:
             copies[id(x)] = x.detach().clone().to(device)
@@ -238,40 +244,136 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Print the message and the memory in use, in GiB, on the first rank, if `force` is true."""
     if not force or get_rank():
         return
-    used = total_host_memory() - free_host_memory()
-    parts = [f"host {used / 2**30:.2f} of {total_host_memory() / 2**30:.2f} GiB"]
+    said = f"{message}: host {(total_host_memory() - free_host_memory()) / 2**30:.2f} GiB"
     if (held := memory_figures(default_device())) is not None:
-        parts.insert(
-            0,
-            f"allocated {held.allocated / 2**30:.2f}, at most {held.allocated_peak / 2**30:.2f} GiB;"
-            f" reserved {held.reserved / 2**30:.2f}, at most {held.reserved_peak / 2**30:.2f} GiB",
-        )
-    print(f"{message}: {'; '.join(parts)}", flush=True)
+        peak = held.allocated_peak / 2**30
+        said += f"; allocated {held.allocated / 2**30:.2f}, at most {peak:.2f} GiB"
+    print(said, flush=True)
 
 
-def instrument_w_nvtx(func: F) -> F:
+def instrument_w_nvtx(func: Any) -> Any:
     """Return the function unchanged: torch's profiler already names the operators."""
     return func
 
 
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | list[Any] | tuple[Any, ...], max_group_size: Any = None
-) -> list[dict[str, Any]]:
-    """Return the parameter groups as a list, as DeepSpeed's examples ask for every model.
+# -- ranks ---------------------------------------------------------------------------------------
+
+get_all_ranks_from_group = dist.get_process_group_ranks
+inference_all_reduce = dist.all_reduce
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    *ignored: Any,
+    distributed_port: int = 29500,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    **others: Any,
+) -> None:
+    """Join the process group that the launcher's environment describes, unless there is one.
+
+    Args:
+        dist_backend: None takes the accelerator's backend, or gloo without an accelerator.
+        dist_init_required: False joins none, and needs one that exists.
+        ignored, others: auto_mpi_discovery, verbose and config are accepted without effect.
 
     Raises:
-        NotImplementedError: a parameter is an expert's of DeepSpeed's own layer.
+        RuntimeError: `dist_init_required` is false, and there is no process group.
     """
-    groups = [param_groups] if isinstance(param_groups, Mapping) else param_groups
-    made = [{**group, "params": list(group["params"])} for group in groups]
-    if any(is_moe_param(param) for group in made for param in group["params"]):
-        raise NotImplementedError(
-            "a parameter belongs to an expert (its `allreduce` is false): give"
-            " onefold.shard(mesh=...) the axis of experts."
+    if dist.is_initialized():
+        return
+    if dist_init_required is False:
+        raise RuntimeError(
+            "dist_init_required=False, and there is no process group: call"
+            " torch.distributed.init_process_group() before, or leave dist_init_required out."
         )
-    return made
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", str(distributed_port))
+    os.environ.setdefault("RANK", str(max(rank, 0)))
+    os.environ.setdefault("WORLD_SIZE", str(max(world_size, 1)))
+    dist.init_process_group(
+        dist_backend or backend_name(default_device()),
+        timeout=timeout,
+        init_method=init_method,
+        rank=rank,
+        world_size=world_size,
+    )
 
 
-def is_moe_param(param: Any) -> bool:
-    """Whether the parameter is an expert's of DeepSpeed's own layer."""
-    return getattr(param, "allreduce", True) is False
+def get_rank(group: Any = None) -> int:
+    """Return this process's rank; 0 before there is a process group."""
+    return dist.get_rank(group) if dist.is_initialized() else 0
+
+
+def get_world_size(group: Any = None) -> int:
+    """Return the number of ranks; 1 before there is a process group."""
+    return dist.get_world_size(group) if dist.is_initialized() else 1
+
+
+def get_world_group() -> Any:
+    """Return the group of all ranks."""
+    return dist.group.WORLD
+
+
+def configure(*arguments: Any, **options: Any) -> None:
+    """Do nothing: the collectives are torch's, and are not logged."""
+
+
+def log_summary(*arguments: Any, **options: Any) -> None:
+    """Warn on the first rank that there is no log of collectives to summarize."""
+    if get_rank() == 0:
+        logger.warning(
+            "log_summary: collectives are not logged under Onefold. `onefold plan` tells what a"
+            " step sends; docs/observe.md how a run is looked at."
+        )
+
+
+def get_local_rank() -> int:
+    """Return this rank's number on its machine, from the launcher's `LOCAL_RANK`."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def join(required: bool | None, port: int = 29500) -> None:
+    """Join the process group that the launcher's environment variables describe.
+
+    torchrun, Slurm wrappers and others set these variables.
+    """
+    if required is False or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
+        init_distributed(distributed_port=port, dist_init_required=required)
+    elif required and not dist.is_initialized():
+        raise ValueError(
+            "dist_init_required=True, but RANK and WORLD_SIZE are not set: start with torchrun."
+        )
+
+
+# -- compiled operators --------------------------------------------------------------------------
+
+#: {DeepSpeed's name of an operator: whether what it is for is served}; false for any other name.
+__compatible_ops__: Any = defaultdict(bool, dict.fromkeys(_OPERATORS.values(), True))
+
+
+class _Builder:
+    """Answers whether what an operator of DeepSpeed's is for can be used: the optimizers of its name
+    are served by torch's, and state on NVMe by Onefold's own reads and writes.
+    """
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return bool(__compatible_ops__[self.NAME])
+
+    def load(self, verbose: bool = False) -> Any:
+        """Raise NotImplementedError: there is no compiled operator."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.load(): Onefold has no compiled operators. The optimizers of"
+            " deepspeed.ops are torch's own, and state on NVMe needs none: leave the call out."
+        )
+
+
+def __getattr__(name: str) -> type[_Builder]:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return type(name, (_Builder,), {"NAME": _OPERATORS.get(name.removesuffix("Builder"), name)})

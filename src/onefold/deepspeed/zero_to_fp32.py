@@ -11,21 +11,20 @@ import argparse
 import contextlib
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import onefold
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
-from onefold.deepspeed.checkpoints import said_by_engine
-from onefold.deepspeed.parameter_facts import DEPTH, alone
-from onefold.deepspeed.reader import DeepSpeedSource, named_in
+from onefold.deepspeed.facts import DEPTH, alone
+from onefold.deepspeed.reader import named_in
 from onefold.deepspeed.state import write_whole
+from onefold.reading import StrPath
 from onefold.recipe.options import bytes_of
 from onefold.runtime.hooks import is_sharded
 
@@ -40,11 +39,11 @@ _FILES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | os.PathLike[str],
+    checkpoint_dir: StrPath,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Tensor]:
     """Return the whole model in fp32 from a checkpoint of Onefold or DeepSpeed, in one process.
 
     Args:
@@ -62,7 +61,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+    model: nn.Module, checkpoint_dir: StrPath, tag: str | None = None
 ) -> nn.Module:
     """Load a checkpoint's whole model, and return `model`.
 
@@ -94,20 +93,19 @@ def load_state_dict_from_zero_checkpoint(
             f"load_state_dict_from_zero_checkpoint was given a model of which {sum(gathered)} of"
             f" {len(gathered)} parameters are gathered: gather all of them, or none."
         )
-    held = dict(model.named_parameters(remove_duplicate=False))
-    buffers = dict(model.named_buffers(remove_duplicate=False))
-    with torch.no_grad():
-        for name, value in get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag).items():
-            if name in held:
-                held[name].data = value.to(held[name].device)
-            elif name in buffers:
-                buffers[name].copy_(value)
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    for name, param in model.named_parameters():
+        if name in state:
+            param.data = state[name].to(param.device)
+    for name, buffer in model.named_buffers():
+        if name in state:
+            buffer.copy_(state[name])
     return model
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
+    checkpoint_dir: StrPath,
+    output_dir: StrPath,
     max_shard_size: int | str | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
@@ -175,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.exit(1, f"zero_to_fp32.py: {error}\n")
 
 
-def _folder(folder: str | os.PathLike[str], tag: str | None) -> Path:
+def _folder(folder: StrPath, tag: str | None) -> Path:
     path = Path(folder)
     if tag is None and (path / _LATEST).is_file():
         tag = named_in(path / _LATEST)
@@ -194,9 +192,9 @@ def _tensors(source: Source, without_frozen: bool) -> dict[Item, list[str]]:
     }
 
 
-def _state(source: Source, tensors: Mapping[Item, list[str]]) -> dict[str, torch.Tensor]:
+def _state(source: Source, tensors: Mapping[Item, list[str]]) -> dict[str, Tensor]:
     """Read tensors in fp32. Tied names share one."""
-    out: dict[str, torch.Tensor] = {}
+    out: dict[str, Tensor] = {}
     for item, names in tensors.items():
         shape = source.stored(item).shape
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -211,10 +209,6 @@ def _frozen_in(source: Source) -> frozenset[str]:
     Raises:
         CheckpointError: the checkpoint does not say which parameters were frozen.
     """
-    if isinstance(source, DeepSpeedSource):
-        return source.frozen_names
-    if (said := said_by_engine(source)) and said["engine"].get("frozen_names") is not None:
-        return frozenset(said["engine"]["frozen_names"])
     groups = source.groups()
     if groups is None:
         raise CheckpointError(

@@ -70,38 +70,23 @@ def recipe_of(given: Any, args: Any) -> Recipe:
 
 
 def _read(name: str, value: Any) -> Recipe:
-    if isinstance(value, Recipe):
-        return value
-    text = value.strip() if isinstance(value, str) else None
-    if text is not None and not text.isdigit():
-        value = _parsed(name, text)
-    elif text is not None:
-        value = int(text)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return Recipe.zero(value)
-    if isinstance(value, Mapping):
-        if "stage" not in value:
-            raise ValueError(
-                f'{name}={dict(value)!r} names no stage: add "stage", as in {{"stage": 3}}.'
-            )
-        return Recipe.zero(**value)
-    raise ValueError(f"{name}={value!r}: expected {_EXPECTED}.")
-
-
-def _parsed(name: str, text: str) -> Any:
-    """Parse a JSON text, or the JSON file of that name."""
-    shown, content = f"{name}={text!r}", text
-    if not text.startswith("{"):
-        if not text.endswith(".json"):
-            raise ValueError(f"{shown}: expected {_EXPECTED}.")
+    shown = f"{name}={value!r}"
+    if isinstance(value, str):
         try:
-            content = Path(text).read_text(encoding="utf-8")
+            value = parse_json(Path(value).read_text("utf-8") if value.endswith(".json") else value)
         except OSError as error:
             raise ValueError(f"{shown} cannot be read: {error.strerror}.") from None
-    try:
-        return parse_json(content)
-    except ValueError as error:
-        raise ValueError(f"{shown} is no JSON ({error}): expected {_EXPECTED}.") from None
+        except ValueError as error:
+            raise ValueError(f"{shown} is no JSON ({error}): expected {_EXPECTED}.") from None
+    if isinstance(value, Recipe):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        return Recipe.zero(value)
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{shown}: expected {_EXPECTED}.")
+    if "stage" not in value:
+        raise ValueError(f'{shown} names no stage: add "stage", as in {{"stage": 3}}.')
+    return Recipe.zero(**value)
 
 
 def in_precision(recipe: Recipe, asked: str) -> Recipe:
@@ -122,11 +107,6 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
             " pass, before that is known: set bf16=True, or leave step_in_backward out."
         )
     return hosts.in_precision(recipe, COMPUTE_DTYPES.get(asked), f"{asked}=True")
-
-
-def scales_loss(recipe: Recipe) -> bool:
-    """Whether the recipe needs loss scaling: in fp16, small gradients would become zero."""
-    return recipe.parameters.dtype == torch.float16
 
 
 def divides_parameters(recipe: Recipe) -> bool:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 import onefold
 from onefold.pretrained.weights import on_meta, read_whole
+from onefold.reading import StrPath
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
 
@@ -25,7 +25,7 @@ _WEIGHTS, _REPLICA = "_onefold_weights", "_onefold_replica"
 
 
 def from_pretrained(
-    name: str | os.PathLike[str],
+    name: StrPath,
     kind: Any = None,
     dtype: Any = None,
     *,
@@ -77,16 +77,13 @@ def _known(config: Any) -> Any:
     from transformers.distributed import DistributedConfig
 
     if isinstance(config, dict):
-        known = {f.name for f in dataclasses.fields(DistributedConfig)}
-        unknown = [name for name in config if name not in known]
-        if unknown:  # transformers would leave them out without a word
+        try:
+            config = DistributedConfig(**config)
+        except TypeError as error:  # transformers' from_dict leaves a name out without a word
             raise ValueError(
-                f"distributed_config names {', '.join(unknown)}, which transformers'"
-                f" DistributedConfig does not have ({', '.join(sorted(known))}). For context"
-                " parallelism, call onefold.shard(model, recipe, mesh=..., data=...) before the"
-                " Trainer is made."
-            )
-        config = DistributedConfig.from_dict(config)
+                f"distributed_config: {error}. For context parallelism, call onefold.shard(model,"
+                " recipe, mesh=..., data=...) before the Trainer is made."
+            ) from None
     if config.pp_size > 1:
         raise ValueError(
             f"pp_size={config.pp_size}: transformers' pipelines do not train. Leave pp_size out, or"
@@ -164,18 +161,13 @@ def shard(model: Any, recipe: Recipe, device: Any) -> None:
     idle = _idle_adapters(model) if recipe.frozen is not None else []
     for name in idle:
         model.get_parameter(name).requires_grad_(True)
-    onefold.shard(model, recipe, device=device, weights=folder, init=init, **_axes(model))
+    axes: dict[str, Any] = {}
+    if (meshes := getattr(model, "_mesh_manager", None)) is not None:  # transformers' plans
+        data = ("dp_replicate", "fsdp")
+        axes = {"mesh": meshes.get_mesh((*data, "tp")), "data": data}
+    onefold.shard(model, recipe, device=device, weights=folder, init=init, **axes)
     for name in idle:
         model.get_parameter(name).requires_grad_(False)
-
-
-def _axes(model: Any) -> dict[str, Any]:
-    """Return the arguments of `onefold.shard` for a model that transformers has parallelized."""
-    meshes = getattr(model, "_mesh_manager", None)
-    if meshes is None:
-        return {}
-    data = ("dp_replicate", "fsdp")
-    return {"mesh": meshes.get_mesh((*data, "tp")), "data": data}
 
 
 def _idle_adapters(model: Any) -> list[str]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
 import torch.distributed as dist
 
 import onefold
-from onefold import hosts
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
 
-logger = logging.getLogger("onefold")
 #: Optimizers of `optim=` that step inside the backward pass: by name, and by the end of the name.
 _IN_BACKWARD = ("lomo", "adalomo")
 _LAYERWISE = "_layerwise"
@@ -26,13 +23,6 @@ _OTHERS = {
 }
 #: Names of axes along which ranks have parts of each sample.
 _CONTEXT = ("cp", "sp")
-#: Arguments for DDP, which have no effect here.
-_OF_DDP = (
-    "ddp_find_unused_parameters",
-    "ddp_bucket_cap_mb",
-    "ddp_broadcast_buffers",
-    "ddp_static_graph",
-)
 
 
 def refuse_arguments(args: Any, recipe: Recipe) -> None:
@@ -97,8 +87,6 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
             " reduced over the ranks: choose another, such as adamw_torch. The recipe's"
             " step_in_backward=True saves the same memory where states are stored on the host."
         )
-    if getattr(args, "use_vllm", False):
-        hosts.refuse_without_hook()
     if getattr(args, "sync_ref_model", False):
         raise NotImplementedError(
             "sync_ref_model=True mixes weights into the reference model in place, which sharded"
@@ -110,24 +98,16 @@ def refuse_arguments(args: Any, recipe: Recipe) -> None:
             " steps in the backward pass, before it is known: set max_grad_norm=0, or leave"
             " step_in_backward out."
         )
-    without = [name for name in _OF_DDP if getattr(args, name, None) is not None]
-    if without and args.process_index == 0:
-        logger.warning("%s: without effect, this is no DDP.", ", ".join(without))
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Raise ValueError if accelerate counts another number of ranks, or uses another engine."""
+    """Raise ValueError if accelerate counts another number of ranks."""
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks != accelerator.num_processes:
         raise ValueError(
             f"torch.distributed has {ranks} ranks and accelerate counts"
             f" {accelerator.num_processes}: start with torchrun, and on machines without a GPU set"
             " use_cpu=True."
-        )
-    kind = str(accelerator.distributed_type).rpartition(".")[2]
-    if kind in ("DEEPSPEED", "FSDP", "MEGATRON_LM", "XLA"):
-        raise ValueError(
-            f"accelerate was set up for {kind}, and this Trainer has a recipe of Onefold: keep one."
         )
 
 

@@ -3,7 +3,16 @@
     Trainer.__init__            checks the arguments; the model stays where it is
     train(), evaluate()         shard the model in place, before the first batch
     every step                  Trainer's own loop, loss and accumulation; Onefold computes the norm
-    save_model(), checkpoints   written by all ranks, see saving.py
+    save_model(), checkpoints   written by all ranks:
+
+    output_dir/checkpoint-300/
+        model.safetensors, config.json, ...     as save_pretrained writes them: from_pretrained opens the folder
+        adapter_model.safetensors, ...          in place of model.safetensors, for peft's adapters
+        onefold/                                masters and optimizer states: load at any stage, on any number of ranks
+        scheduler.pt, trainer_state.json, rng_state_0.pth, training_args.bin         Trainer's own files
+
+No rank holds the whole model: the first one writes it tensor by tensor, and each rank writes its
+part of the training state. Weights are written in the dtype in which the model was loaded.
 
 `trainer.model` is always the same object, of the same class.
 """
@@ -14,8 +23,10 @@ import contextlib
 import functools
 import math
 import os
+import re
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,15 +37,15 @@ from transformers.trainer import SCHEDULER_NAME, TRAINING_ARGS_NAME
 
 import onefold
 from onefold import hosts
+from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import refuse_another_state
-from onefold.hf import loading, saving
+from onefold.hf import loading
 from onefold.hf.accelerator import adopt
 from onefold.hf.arguments import (
     divides_parameters,
     in_precision,
     recipe_of,
-    scales_loss,
 )
 from onefold.hf.generating import WholeWeights
 from onefold.hf.refusals import (
@@ -44,6 +55,8 @@ from onefold.hf.refusals import (
     refuse_model,
     refuse_whole_samples,
 )
+from onefold.pretrained.adapters import embedding_layers
+from onefold.reading import StrPath
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
 from onefold.tracing.blocks import repeated_blocks
@@ -115,8 +128,12 @@ class TrainerMixin(_Host):
         self._onefold_made = True
         if hasattr(self, "_dist"):  # TRL's, where it generates
             self._dist = WholeWeights(self.model)
-        if getattr(self.args, "use_vllm", False):
-            hosts.connect(self)
+        streams = hosts.stream_to_vllm(type(getattr(self, "vllm_generation", None)))
+        if getattr(self.args, "use_vllm", False) and not streams:
+            raise NotImplementedError(
+                f"use_vllm=True: {type(self).__name__} does not send its weights by VLLMGeneration of"
+                " TRL 1.16: leave use_vllm out, and the ranks that train generate themselves."
+            )
 
     # -- before the first batch --------------------------------------------------------------------
 
@@ -164,20 +181,11 @@ class TrainerMixin(_Host):
     get_eval_dataloader = _own_loader("get_eval_dataloader")
     get_test_dataloader = _own_loader("get_test_dataloader")
 
-    def _inner_training_loop(
-        self,
-        batch_size: Any = None,
-        args: Any = None,
-        resume_from_checkpoint: Any = None,
-        trial: Any = None,
-        ignore_keys_for_eval: Any = None,
-    ) -> Any:
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         refuse_frozen(self.model)
         self._shard_model()
         self._scale_loss()
-        return super()._inner_training_loop(
-            batch_size, args, resume_from_checkpoint, trial, ignore_keys_for_eval
-        )
+        return super()._inner_training_loop(*args, **kwargs)
 
     def _scale_loss(self) -> None:
         """Give accelerate Onefold's scaler for fp16, which scales the loss and skips steps.
@@ -186,7 +194,7 @@ class TrainerMixin(_Host):
         """
         accelerator = self.accelerator
         own = getattr(accelerator.scaler, "_engine", None) is onefold.engine_of(self.model)
-        if not scales_loss(self.recipe):
+        if self.recipe.parameters.dtype != torch.float16:
             accelerator.scaler = None
         elif not own:  # the scaler is accelerate's own, or belongs to another model
             handler = accelerator.scaler_handler
@@ -253,7 +261,7 @@ class TrainerMixin(_Host):
             super()._save(output_dir, state_dict)
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
-        saving.save_weights(self.model, folder)
+        save_weights(self.model, folder)
         with self._first_rank_writes() as writes:
             if writes:
                 collator = getattr(self, "data_collator", None)
@@ -264,7 +272,7 @@ class TrainerMixin(_Host):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         step = int(self.state.global_step)
-        saving.save_state(self.model, self._torch_optimizer(), output_dir, step)
+        save_state(self.model, self._torch_optimizer(), output_dir, step)
         with self._first_rank_writes() as writes:
             if writes:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -279,24 +287,22 @@ class TrainerMixin(_Host):
             yield together.rank == 0
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights if the model is sharded, else only check that there are some.
+        """Load the weights if the model is sharded.
 
         Trainer calls this before the model is sharded; `_load_optimizer_and_scheduler` then reads
         the weights.
         """
         if is_sharded(self.model):
-            saving.load_weights(self.model, resume_from_checkpoint)
-        else:
-            saving.refuse_empty(resume_from_checkpoint)
+            load_weights(self.model, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not saving.has_state(checkpoint):  # saved without Onefold's state, or without Onefold
-            saving.load_weights(self.model, checkpoint)
+        if not has_state(checkpoint):  # saved without Onefold's state, or without Onefold
+            load_weights(self.model, checkpoint)
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        saving.load_state(self.model, self._torch_optimizer(), checkpoint)
+        load_state(self.model, self._torch_optimizer(), checkpoint)
         schedule = os.path.join(checkpoint, SCHEDULER_NAME)
         state = torch.load(schedule, weights_only=True)
         refuse_another_state(schedule, "scheduler", self.lr_scheduler, state)
@@ -308,7 +314,7 @@ class TrainerMixin(_Host):
             super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
-        saving.load_weights(self.model, self.state.best_model_checkpoint)
+        load_weights(self.model, self.state.best_model_checkpoint)
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
@@ -338,3 +344,114 @@ def compile_blocks(model: nn.Module, args: Any) -> None:
     for block in blocks:
         forward: Any = torch.compile(block.forward, **{k: v for k, v in options.items() if v})
         block.forward = forward
+
+
+# -- Trainer's checkpoints ---------------------------------------------------------------------------
+
+#: The folder of training state in one of Trainer's checkpoints.
+STATE = "onefold"
+#: The folder in which weights are written before they are moved to their place.
+_ASIDE = ".onefold-unfinished"
+_WEIGHTS = re.compile(
+    r"(model|adapter_model)(-\d+-of-\d+)?\.safetensors(\.index\.json)?|pytorch_model.*\.bin"
+)
+
+
+def save_weights(model: nn.Module, folder: StrPath) -> None:
+    """Write the model, or its adapters, into a folder that may have other files. Collective.
+
+    Existing weights are replaced once the new ones are complete. As in peft, adapters other than
+    "default" get a folder of their name.
+
+    Raises:
+        CheckpointError: the weights could not be written; raised on every rank.
+    """
+    target, together = Path(folder), Together.of(onefold.engine_of(model))
+    aside, adapters = target / _ASIDE, list(getattr(model, "peft_config", None) or ())
+    for name in adapters or ["default"]:
+        if adapters:
+            onefold.save_adapters(model, aside, name, overwrite=True)
+        else:
+            onefold.export(model, aside, _dtype(model), overwrite=True)
+        with together.each_rank():
+            if together.rank == 0:
+                _move_into(aside, target if name == "default" else target / name)
+
+
+def save_state(model: nn.Module, optimizer: Any, folder: StrPath, step: int) -> None:
+    """Write master weights, optimizer states and what else a run resumes from. Collective.
+
+    Frozen parameters are left out if the model has peft's adapters, except for embedding layers
+    that peft writes beside these.
+    """
+    frozen = embedding_layers(model) if getattr(model, "peft_config", None) else True
+    path = Path(folder) / STATE
+    onefold.save(path, model=model, optimizer=optimizer, step=step, overwrite=True, frozen=frozen)
+
+
+def load_weights(model: nn.Module, folder: StrPath) -> None:
+    """Load the weights of one of Trainer's checkpoints into the sharded model. Collective.
+
+    They are read from the master weights of `save_state` if it has written some, else from the
+    files of `save_weights` or of Trainer itself.
+
+    Raises:
+        CheckpointError: the folder has no weights, or those of another model; raised on every rank.
+    """
+    path = Path(folder)
+    if has_state(path):
+        load_state(model, None, path)
+        return
+    adapters = list(getattr(model, "peft_config", None) or ())
+    for name in adapters:
+        onefold.load_adapters(model, path if name == "default" else path / name, name)
+    if not adapters:
+        onefold.load_pretrained(model, path)
+
+
+def load_state(model: nn.Module, optimizer: Any, folder: StrPath) -> None:
+    """Load what `save_state` has written. Collective.
+
+    Raises:
+        CheckpointError: the state is of another model; raised on every rank.
+        ValueError: the state lacks parameters that the model trains.
+    """
+    path = Path(folder) / STATE
+    strict = not getattr(model, "peft_config", None)
+    loaded = onefold.load(path, model=model, optimizer=optimizer, strict=strict, rng=False)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    lacking = sorted(trained.intersection(loaded.missing))
+    if lacking:
+        raise ValueError(
+            f"{path} is of another model: it has nothing for {len(lacking)} trained parameters"
+            f" ({', '.join(lacking[:5])})."
+        )
+
+
+def has_state(folder: StrPath) -> bool:
+    """Whether one of Trainer's checkpoints has what `save_state` writes."""
+    return (Path(folder) / STATE / MANIFEST).is_file()
+
+
+def _dtype(model: nn.Module) -> torch.dtype | str | None:
+    """Return the dtype in which to export weights: that in which the model was loaded.
+
+    If its parameters have several dtypes, the master weights' dtype is used under a recipe with a
+    compute dtype, and each parameter's own dtype otherwise.
+    """
+    declared = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    if len(declared) == 1:
+        return declared.pop()
+    return None if onefold.engine_of(model).recipe.parameters.dtype is None else "master"
+
+
+def _move_into(made: Path, target: Path) -> None:
+    """Move all files of a folder into another, where they replace the weights."""
+    target.mkdir(exist_ok=True)
+    new = {file.name for file in made.iterdir()}
+    for file in sorted(made.iterdir()):
+        os.replace(file, target / file.name)
+    for file in sorted(target.iterdir()):
+        if file.name not in new and file.is_file() and _WEIGHTS.fullmatch(file.name):
+            file.unlink()
+    made.rmdir()

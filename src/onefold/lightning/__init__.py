@@ -3,8 +3,8 @@
 trainer = L.Trainer(strategy=onefold.lightning.Strategy(stage=3), devices=8)
 trainer.fit(module, data)
 
-Importing this module registers the names "onefold" (stage 3), "onefold_stage_1", "onefold_stage_2",
-"onefold_stage_3" and "onefold_stage_3_offload": `L.Trainer(strategy="onefold_stage_2")`.
+Importing this module registers the names "onefold" (stage 3), "onefold_stage_1", "onefold_stage_2" and
+"onefold_stage_3": `L.Trainer(strategy="onefold_stage_2")`.
 """
 
 try:

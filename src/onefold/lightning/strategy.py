@@ -3,11 +3,16 @@
 The LightningModule itself is sharded in place, after `configure_model()` and before
 `configure_optimizers()`. Its steps run as forward passes of the module, so that every parameter
 that they use is gathered. Ranks are started as under DDP.
+
+A checkpoint is a folder of `onefold.save`, with `lightning.pt`, which has what Lightning's file has
+besides weights and optimizer states: loops, callbacks, schedules, hyperparameters. It resumes at any
+stage and on any number of ranks. A file that Lightning wrote under DDP is loaded too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Generator, Mapping
 from functools import partial
 from typing import Any
@@ -30,11 +35,28 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 
 import onefold
+from onefold.checkpoint.manifest import MANIFEST
 from onefold.hosts import in_precision
-from onefold.lightning import checkpoints
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.state.start import has_meta
+
+#: The file of a folder, and the key of optimizer states in it.
+_FILE, _STATES = "lightning.pt", "optimizer_states"
+
+
+class _InFolder(dict[str, Any]):
+    """An empty state dict, in place of one that is stored in a folder's shards."""
+
+
+class _Beside:
+    """Writes a file beside the shards. `onefold.save` calls it as it calls a tokenizer."""
+
+    def __init__(self, rest: dict[str, Any]) -> None:
+        self._rest = rest
+
+    def save_pretrained(self, folder: str) -> None:
+        torch.save(self._rest, os.path.join(folder, _FILE))
 
 
 def _step(name: str, context: str) -> Any:
@@ -236,51 +258,87 @@ class Strategy(DDPStrategy):
         return True  # the checkpoint is loaded into the shards
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return an `InFolder`, which stands for the module's state dict."""
         if not is_sharded(self._module()):
             return super().lightning_module_state_dict()
-        return checkpoints.InFolder()
+        return _InFolder()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         if not is_sharded(self._module()):
             return super().optimizer_state(optimizer)
-        return checkpoints.InFolder()
+        return _InFolder()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:
-        if not is_sharded(self._module()):
+        """Write the shards, and the rest of the checkpoint beside them. Collective.
+
+        Raises:
+            ValueError: `on_save_checkpoint` has changed the state dict, or the path is not in a file
+                system.
+        """
+        module = self._module()
+        if not is_sharded(module):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        if storage_options is not None:
-            raise ValueError(
-                f"storage_options={storage_options!r} are for Lightning's own file, and each rank"
-                " writes its part of a folder: leave them out."
-            )
         path = str(self.broadcast(filepath))
-        checkpoints.save_folder(path, checkpoint, self._module(), self._bare())
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        path = str(self.broadcast(checkpoint_path))
-        if not checkpoints.is_folder(path):
-            return super().load_checkpoint(path, weights_only)
-        module, file = self._module(), checkpoints.rest_of(path)
-        rest = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
-        fitting = module.trainer.state.fn == TrainerFn.FITTING
-        return checkpoints.load_folder(
-            path, rest, module, self._bare() if fitting else [], module.strict_loading
+        if storage_options is not None or "://" in path:
+            raise ValueError(
+                f"{path!r}, {storage_options=}: every rank writes its part of a checkpoint folder into"
+                " a file system that all of them see: give a path alone."
+            )
+        rest = dict(checkpoint)
+        weights, states = rest.pop("state_dict", None), rest.get(_STATES)
+        if not isinstance(weights, _InFolder) or weights or any(states or ()):
+            raise ValueError(
+                "checkpoint['state_dict'] or checkpoint['optimizer_states'] was changed by"
+                " on_save_checkpoint(). Each rank writes its part and nobody has them whole: leave"
+                " them as they are; onefold.full_state_dict(module) makes one dict."
+            )
+        if states is not None:
+            rest[_STATES] = []  # says that the shards include optimizer states
+        onefold.save(
+            path,
+            model=module,
+            optimizer=self._bare() if states is not None else None,
+            step=int(checkpoint["global_step"]),
+            tokenizer=_Beside(rest),
+            overwrite=True,
         )
 
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+        """Load the shards into the module, and into the optimizers if the folder has their states
+        and the Trainer fits. Return the rest as Lightning expects it. Collective.
+
+        Raises:
+            ValueError: the folder was not saved by a Trainer.
+        """
+        path = str(self.broadcast(checkpoint_path))
+        if not os.path.isfile(os.path.join(path, MANIFEST)):
+            return super().load_checkpoint(path, weights_only)
+        file = os.path.join(path, _FILE)
+        if not os.path.isfile(file):
+            raise ValueError(
+                f"{path} has no {_FILE}: it was saved by onefold.save, not by a Trainer. Start the"
+                " fit without ckpt_path=, and call onefold.load(path, model=self) in on_fit_start()."
+            )
+        module = self._module()
+        rest = self.checkpoint_io.load_checkpoint(file, weights_only=weights_only)
+        fitting = module.trainer.state.fn == TrainerFn.FITTING
+        wanted = self._bare() if fitting and _STATES in rest else None
+        onefold.load(
+            path, model=module, optimizer=wanted, strict=module.strict_loading, rng=bool(wanted)
+        )
+        return {**rest, "state_dict": _InFolder()}
+
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if isinstance(checkpoint["state_dict"], checkpoints.InFolder):
+        if isinstance(checkpoint["state_dict"], _InFolder):
             return  # load_checkpoint has read it
         onefold.load_full_state_dict(self._module(), checkpoint["state_dict"], strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        if isinstance(checkpoint["state_dict"], checkpoints.InFolder):
+        if isinstance(checkpoint["state_dict"], _InFolder):
             return
-        states = checkpoint[checkpoints.STATES]
-        for optimizer, state in zip(self._bare(), states, strict=True):
+        for optimizer, state in zip(self._bare(), checkpoint[_STATES], strict=True):
             optimizer.load_state_dict(state)
 
     # -- the end -----------------------------------------------------------------------------------
@@ -357,10 +415,6 @@ class Strategy(DDPStrategy):
         add("onefold", description=what.format(3), stage=3)
         for stage in (1, 2, 3):
             add(f"onefold_stage_{stage}", description=what.format(stage), stage=stage)
-            if stage > 1:
-                more = {"stage": stage, "offload_optimizer": "cpu"}
-                said = f"{what.format(stage)}, the optimizer on the host"
-                add(f"onefold_stage_{stage}_offload", description=said, **more)
 
 
 def register() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.models.names import is_hub_name
 from onefold.plan.modules import adapted
-from onefold.pretrained.merged import Merging
+from onefold.pretrained.adapters import Merging
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ a whole model on any rank.
 Messages between ranks and folders that appear atomically come from `onefold.checkpoint`.
 """
 
-from onefold.pretrained.merged import export_merged
+from onefold.pretrained.adapters import export_merged
 from onefold.pretrained.weights import on_meta, read_whole
 
 __all__ = ["export_merged", "on_meta", "read_whole"]

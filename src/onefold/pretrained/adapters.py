@@ -1,11 +1,18 @@
 """Save and load adapters without their base model, in peft's format: adapter_model.safetensors and
-adapter_config.json, which `PeftModel.from_pretrained` opens.
+adapter_config.json, which `PeftModel.from_pretrained` opens. And add LoRA adapters to the weights of
+their base model, as these are written or streamed whole.
 
     in the model       base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight
     in the folder      base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
 peft decides which tensors belong to an adapter and how they are called. This module asks peft with
 stand-in tensors on the meta device.
+
+    lora_A [r, in], lora_B [out, r]      whole, one layer at a time
+    a whole weight W [out, in]           W += s · B @ A in fp32 or better, a few MiB of rows at a time
+
+The base weights are those of the run. Encoded weights are decoded: the adapters were trained with
+the decoded values.
 
 [Note: embedding layers] peft also saves the base model's embeddings and head if adapters are on
 them, or if the model has another number of tokens than the folder that it was loaded from. To know
@@ -15,21 +22,35 @@ the latter, peft may ask the hub. Only the first rank asks, so that all ranks wr
 from __future__ import annotations
 
 import copy
-import os
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import closed_on_error
+from onefold.checkpoint.tensorfile import CHUNK
 from onefold.checkpoint.together import Together, meet
-from onefold.pretrained.export import begin, converted, masters, wholes, write
-from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes
+from onefold.pretrained.export import (
+    MAX_SHARD_BYTES,
+    Make,
+    begin,
+    check_arguments,
+    converted,
+    first_dtype,
+    masters,
+    plan,
+    save_beside,
+    wholes,
+    write,
+)
+from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, unwrapped
 from onefold.pretrained.hf_names import Whole, whole
-from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted, refuse_differences
+from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted
+from onefold.reading import StrPath
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.start import showing
 from onefold.wording import few
@@ -41,7 +62,7 @@ PREFIX = "base_model.model."
 
 def save_adapters(
     model: nn.Module,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     adapter: str | None = None,
     dtype: torch.dtype | None = None,
     *,
@@ -51,8 +72,7 @@ def save_adapters(
 
     Embedding layers of the base model are written too where peft's `save_pretrained` writes them: if
     adapters are on them, or if their number of tokens was changed. Their values are those that the
-    model computes with (decoded under `frozen="nf4"`, bf16 under bf16). Prompts, which peft computes
-    from their encoder, are written as computed.
+    model computes with (decoded under `frozen="nf4"`, bf16 under bf16).
 
     Args:
         model: the return value of `onefold.shard` for a PeftModel, or for a transformers model
@@ -70,14 +90,7 @@ def save_adapters(
     begin([engine])
     engine.uninitialized.look()
     together, adapter = Together.of(engine), _adapter(model, adapter)
-    prompts: dict[str, torch.Tensor] = {}
-    if _is_prompt(model, adapter):
-        engine.uninitialized.refuse("save_adapters() would write")
-        # Every rank asks: the encoder is a part of the model
-        names, prompts = _prompts(model, adapter)
-        names = together.from_first(names)
-    else:
-        names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
+    names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
     outline, makes = Outline.of(model), wholes(engine, model)
     first = {name: group[0] for group in outline.ties for name in group}
     engine.uninitialized.refuse("save_adapters() would write", {first[n] for n in names.values()})
@@ -86,9 +99,6 @@ def save_adapters(
     for key, name in names.items():
         to = converted(stepped[name], dtype)
         tensors[key] = Whole.of(outline.tensors[name][1], to, partial(makes[first[name]], to))
-    for key, value in prompts.items():
-        to = converted(value.dtype, dtype)
-        tensors[key] = Whole.of(tuple(value.shape), to, partial(value.to, "cpu", to))
 
     def beside(there: Path) -> None:
         _save_config(model, adapter, there)
@@ -98,7 +108,7 @@ def save_adapters(
 
 def load_adapters(
     model: nn.Module,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     adapter: str | None = None,
     strict: bool = True,
 ) -> tuple[list[str], list[str]]:
@@ -129,35 +139,31 @@ def load_adapters(
             # peft writes embedding layers that it saves whole (modules_to_save) twice
             again = adapter_names(model, adapter, hasattr(model, "get_input_embeddings"))
             fitted.unexpected = [key for key in fitted.unexpected if key not in again]
-            if strict:
-                refuse_differences(fitted)
             return fitted
 
-    return load_fitted(model, "load_adapters", fitted)
+    return load_fitted(model, "load_adapters", fitted, strict)
 
 
 def embedding_layers(model: nn.Module) -> list[str]:
     """Return the names of the base model's tensors that peft writes beside the model's adapters.
     See [Note: embedding layers]. Collective.
     """
-    engine = engine_of(model)
-    if not getattr(model, "peft_config", None):
+    configs: Any = getattr(model, "peft_config", None)
+    if not configs:
         return []
+
+    def ask() -> list[str]:
+        out: set[Any] = set()
+        for adapter, config in configs.items():
+            if not config.is_prompt_learning:
+                kinds: Any = (False, "auto")
+                alone, all_ = (set(_asked_of_peft(model, adapter, e).values()) for e in kinds)
+                out |= all_ - alone
+        return sorted(out)
+
+    engine = engine_of(model)
     meet(engine, "save")
-    together = Together.of(engine)
-    out: set[str] = set()
-    for adapter in model.peft_config:  # type: ignore[union-attr]
-        if _is_prompt(model, adapter):
-            out.update(together.from_first(_prompts(model, adapter)[0]).values())
-        else:
-            out.update(together.said_by_first(partial(_base_beside, model, adapter)))
-    return sorted(out)
-
-
-def _base_beside(model: Any, adapter: str) -> set[str]:
-    """Return the names of embedding layers that peft writes beside an adapter that has no prompts."""
-    alone, all_ = (set(_asked_of_peft(model, adapter, e)[1].values()) for e in (False, "auto"))
-    return all_ - alone
+    return Together.of(engine).said_by_first(ask)
 
 
 def adapter_names(
@@ -175,23 +181,25 @@ def adapter_names(
     """
     adapter = _adapter(model, adapter)
     wrapped: Any = model
-    found, names = _asked_of_peft(model, adapter, embeddings)
-    odd = [key for key, value in found.items() if id(value) not in names]
-    if odd or not found:
+    prompts = wrapped.peft_config[adapter].is_prompt_learning  # peft would compute with the model
+    found = {} if prompts else _asked_of_peft(model, adapter, embeddings)
+    names = {_prefix(model) + key: name for key, name in found.items() if name is not None}
+    if len(names) < len(found) or not found:
+        odd = [key for key, name in found.items() if name is None]
         raise CheckpointError(
             f"the tensors of adapter {adapter!r} ({wrapped.peft_config[adapter].peft_type}) are not"
             f" the model's own{f', but made of them: {few(odd)}' if odd else ''}. Save it by peft:"
             " `with onefold.full_params(model):` on every rank, and model.save_pretrained(folder)"
             " on the first."
         )
-    return {_prefix(model) + key: names[id(value)] for key, value in found.items()}
+    return names
 
 
 def _asked_of_peft(
     model: Any, adapter: str, embeddings: bool | Literal["auto"]
-) -> tuple[dict[str, torch.Tensor], dict[int, str]]:
-    """Return the adapter's state dict as peft makes it from stand-ins for the model's tensors, and
-    {id of a stand-in in it: the tensor's name in `model`}.
+) -> dict[str, str | None]:
+    """Return {peft's name: name in `model`} of the adapter's state dict, as peft makes it from
+    stand-ins for the model's tensors; None for what peft computes.
     """
     from peft import get_peft_model_state_dict
 
@@ -202,8 +210,8 @@ def _asked_of_peft(
         found = get_peft_model_state_dict(
             model, state_dict=stand_ins, adapter_name=adapter, save_embedding_layers=embeddings
         )
-    used = {id(value) for value in found.values()}
-    return found, {id(s): name for name, s in stand_ins.items() if id(s) in used}
+    names = {id(value): name for name, value in stand_ins.items()}
+    return {key: names.get(id(value)) for key, value in found.items()}
 
 
 def _prefix(model: nn.Module) -> str:
@@ -248,26 +256,6 @@ def _fit(source: HuggingFaceSource, model: nn.Module, names: dict[str, str]) -> 
     return fitted
 
 
-def _is_prompt(model: Any, adapter: str) -> bool:
-    return bool(model.peft_config[adapter].is_prompt_learning)
-
-
-def _prompts(model: Any, adapter: str) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """Return ({peft's name in files: name in `model`} for embedding layers that peft writes beside
-    prompts, {peft's name in files: the prompts}). Collective: an encoder computes the prompts (a
-    few rows).
-    """
-    encoder = model.prompt_encoder
-    was, _ = encoder.training, encoder.eval()
-    try:
-        with torch.no_grad():
-            found, names = _asked_of_peft(model, adapter, "auto")
-    finally:
-        encoder.train(was)
-    layers = {key: names[id(value)] for key, value in found.items() if id(value) in names}
-    return layers, {key: value for key, value in found.items() if key not in layers}
-
-
 def _save_config(model: Any, adapter: str, folder: Path) -> None:
     """Write adapter_config.json and the model card README.md, as peft's `save_pretrained` does."""
     config = copy.deepcopy(model.peft_config[adapter])
@@ -285,3 +273,187 @@ def _save_config(model: Any, adapter: str, folder: Path) -> None:
     config.save_pretrained(str(folder), **more)
     if callable(card := getattr(model, "create_or_update_model_card", None)):
         card(str(folder))
+
+
+# -- merging -------------------------------------------------------------------------------------
+
+
+def export_merged(
+    model: nn.Module,
+    folder: StrPath,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    tokenizer: Any = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a sharded peft model as a transformers model, with the active adapter added to its
+    weights. Collective.
+
+    Args:
+        model: the return value of `onefold.shard` for a PeftModel with LoRA adapters, or for a
+            transformers model after `add_adapter`. Biases and modules that are trained too
+            (`bias="all"`, `modules_to_save`) are written with the model's values.
+        folder: the folder to create.
+        dtype: dtype of floating-point parameters in the files. None for each parameter's master
+            dtype.
+        max_shard_bytes: as for `onefold.export`.
+        tokenizer: the same.
+        overwrite: the same.
+
+    Raises:
+        CheckpointError: on every rank: the adapters do more than add B·A to weights of linear
+            layers (DoRA, embeddings), `folder` exists, or the disk has no space.
+    """
+    engine = engine_of(model)
+    begin([engine])
+    check_arguments(dtype, max_shard_bytes)
+    merging, makes = Merging.of(model), wholes(engine, model)
+    outline = merging.outline
+    outline.dtypes |= {
+        merging.names[n]: d for n, d in masters(engine).items() if n in merging.names
+    }
+    beside = partial(save_beside, merging.base, dtype or first_dtype(outline), tokenizer)
+    merged = {
+        plain: partial(merging.whole, makes, own)
+        for own, plain in merging.names.items()
+        if own in makes
+    }
+    tensors = plan(outline, merged, merging.base, dtype)
+    return write(Together.of(engine), Path(folder), tensors, beside, max_shard_bytes, overwrite)
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The adapter of one weight. `a`, `b`: the factors' names in the model. `turned`: the weight is
+    stored as [in, out].
+    """
+
+    a: str
+    b: str
+    scale: float
+    turned: bool
+
+    def add_to(self, weight: Tensor, a: Tensor, b: Tensor) -> None:
+        """Add the product to the whole weight, in place, on its device."""
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        a, b = a.to(dtype), b.to(dtype)
+        left, right = (a.T, b.T) if self.turned else (b, a)
+        step = max(1, CHUNK // (weight.shape[1] * dtype.itemsize))
+        for rows, part in zip(weight.split(step), left.split(step), strict=True):
+            rows.copy_((part @ right).mul_(self.scale).add_(rows))  # in peft's order
+
+
+@dataclass(frozen=True)
+class Merging:
+    """The active LoRA adapter of a model, to be added to weights.
+
+    Attributes:
+        base: the base model below the adapters. outline: its outline.
+        names: {name in the model: name in its base model}. Other names belong to adapters. For a
+            module that the adapter saves whole (peft's modules_to_save), the name in the model is
+            that of the trained copy.
+        factors: {name in the model: the adapter of this weight}.
+    """
+
+    base: nn.Module
+    outline: Outline
+    names: dict[str, str]
+    factors: dict[str, Factors]
+
+    @classmethod
+    def of(cls, model: Any) -> Merging:
+        """Find the adapter.
+
+        Raises:
+            CheckpointError: there is none, or it does more than add B·A to weights of linear layers.
+        """
+        if not getattr(model, "peft_config", None):
+            raise CheckpointError(
+                f"merge_adapters=True: {type(model).__name__} has no adapters of peft. Add them"
+                " with peft.get_peft_model or model.add_adapter, or leave merge_adapters out."
+            )
+        outline, adapter = Outline.of(model), active_of(model)
+        base, names = unwrapped(model, outline)
+        tied = {name: group for group in outline.ties if len(group) > 1 for name in group}
+        left = {*adapter_names(model, adapter).values()}
+        factors = {}
+        for path, module in model.named_modules():
+            if hasattr(module, "original_module") and adapter in module.modules_to_save:
+                original, copy = f"{path}.original_module.", f"{path}.modules_to_save.{adapter}."
+                for own in [own for own in names if own.startswith(original)]:
+                    _refuse_tied(f"the adapter saves {path!r} whole, and its weight", tied.get(own))
+                    plain = names.pop(own)
+                    if (saved := copy + own.removeprefix(original)) in outline.tensors:
+                        names[saved] = plain
+            if adapter in getattr(module, "lora_A", ()):
+                weight = f"{path}.base_layer.weight"
+                a, b = (f"{path}.{part}.{adapter}.weight" for part in ("lora_A", "lora_B"))
+                plain_layer = (
+                    isinstance(module.get_base_layer(), nn.Linear) or module.fan_in_fan_out
+                )
+                variant = getattr(module, "lora_variant", {})
+                if not plain_layer or weight not in names or adapter in variant or {a, b} - left:
+                    raise CheckpointError(
+                        f"the adapter at {path!r} does more than add B·A to a linear layer's weight:"
+                        " merge it by peft's merge_and_unload(), inside"
+                        " onefold.full_params(model, write=True)."
+                    )
+                _refuse_tied(f"the adapter at {path!r} is on a weight that", tied.get(weight))
+                left -= {a, b}
+                scale, turned = float(module.scaling[adapter]), bool(module.fan_in_fan_out)
+                factors[weight] = Factors(a, b, scale, turned)
+        # Trained biases and modules saved whole need no addition: they are written as they are
+        if other := sorted(left - names.keys()):
+            raise CheckpointError(
+                f"adapter {adapter!r} has tensors that belong to no linear layer ({other[0]!r}):"
+                " merge it by peft's merge_and_unload()."
+            )
+        inside = Outline(
+            {names[n]: what for n, what in outline.tensors.items() if n in names},
+            {names[n]: what for n, what in outline.dtypes.items() if n in names},
+            [[names[n] for n in group] for group in outline.ties if group[0] in names],
+        )
+        return cls(base, inside, names, factors)
+
+    def whole(self, makes: dict[str, Make], name: str, dtype: torch.dtype) -> Tensor | None:
+        """Make the model's weight `name` whole, with its adapter added. Collective."""
+        if name not in self.factors:
+            return makes[name](dtype)
+        wide, adapter = torch.promote_types(dtype, torch.float32), self.factors[name]
+        weight, a, b = (makes[n](wide) for n in (name, adapter.a, adapter.b))
+        if weight is None or a is None or b is None:
+            return None
+        adapter.add_to(weight, a, b)
+        return weight.to(dtype)
+
+
+def _refuse_tied(what: str, names: list[str] | None) -> None:
+    if names:
+        raise CheckpointError(
+            f"{what} is tied ({', '.join(names)}): merged, all of these would change alike. Untie"
+            " them (tie_word_embeddings=False) before the adapters are made, or leave that layer out"
+            " of them."
+        )
+
+
+def active_of(model: Any) -> str:
+    """Return the name of the one adapter that is active in the LoRA layers.
+    Raises: CheckpointError: several are active, or none, or adapters are merged already.
+    """
+    layers = [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "active_adapters")]
+    if any(layer.merged_adapters for layer in layers):
+        raise CheckpointError(
+            "adapters are in the weights already (merge_adapter() was called): they would be added"
+            " twice. Call unmerge_adapter() before onefold.shard."
+        )
+    names = sorted(
+        {name for layer in layers for name in layer.active_adapters if name in layer.lora_A}
+    )
+    if len(names) != 1 or any(layer.disable_adapters for layer in layers):
+        raise CheckpointError(
+            f"merging adds one adapter that is switched on; active are {names or 'none'}"
+            + (", and adapters are disabled" if any(x.disable_adapters for x in layers) else "")
+            + ". Call set_adapter(NAME), or enable_adapter_layers()."
+        )
+    return str(names[0])

@@ -16,7 +16,6 @@ import contextlib
 import copy
 import json
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Export, flush
@@ -38,7 +37,7 @@ from onefold.comm import StallError
 from onefold.optim.clip import across_stages
 from onefold.pretrained.fitted import Outline
 from onefold.pretrained.hf_names import Whole, is_transformers, writing
-from onefold.reading import read_json
+from onefold.reading import StrPath, read_json
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -56,12 +55,12 @@ TOKENIZER = (
 )  # fmt: skip
 
 #: Returns a tensor in a dtype, whole on the host of the first rank, None elsewhere. Collective.
-Make = Callable[[torch.dtype], torch.Tensor | None]
+Make = Callable[[torch.dtype], Tensor | None]
 
 
 def export(
     model: nn.Module | Sequence[nn.Module],
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     dtype: torch.dtype | str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     *,
@@ -127,16 +126,8 @@ def export(
                 owners = dict.fromkeys(said.tensors, rank) | owners
     kind = stages[0] if is_transformers(stages[0]) else None
 
-    def beside(there: Path) -> None:
-        if kind is not None:
-            save_configuration(kind, asked or first_dtype(outline), there)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(str(there))
-        elif kind is not None:
-            near = Path(str(getattr(kind.config, "_name_or_path", "") or "/"))
-            copy_files(near, TOKENIZER, there)
-
     tensors = plan(outline, makes, kind, asked, owners=owners)
+    beside = partial(save_beside, kind, asked or first_dtype(outline), tokenizer)
     return write(together, Path(folder), tensors, beside, max_shard_bytes, overwrite)
 
 
@@ -153,10 +144,10 @@ def wholes(engine: Engine, model: nn.Module) -> dict[str, Make]:
     """
     parts = MasterParts()
 
-    def parameter(entry: Any, dtype: torch.dtype) -> torch.Tensor | None:
+    def parameter(entry: Any, dtype: torch.dtype) -> Tensor | None:
         return to_first(engine, parts, StateItem(entry, "", dtype))
 
-    def buffer(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def buffer(value: Tensor, dtype: torch.dtype) -> Tensor:
         return value.detach().to("cpu", dtype)
 
     buffers = beside_parameters(engine, model)[0].items()
@@ -198,7 +189,7 @@ def plan(
 
 
 def write(
-    together: Together,
+    together: Together | None,
     target: Path,
     tensors: Mapping[str, Whole],
     beside: Callable[[Path], None],
@@ -209,6 +200,7 @@ def write(
     """Write tensors, and what is beside them, into a new folder. Collective.
 
     Args:
+        together: the ranks; None for one process alone.
         beside: adds small files to the folder. Called on the first rank.
         limit: the most bytes of tensors in one file.
         name: how the files are called.
@@ -217,18 +209,24 @@ def write(
         CheckpointError: on every rank; the unfinished folder is removed.
     """
     files, made = files_of(tensors, limit, name), None
+    each_rank = contextlib.nullcontext if together is None else together.each_rank
+    rank = 0 if together is None else together.rank
     with contextlib.ExitStack() as unless_whole:  # a failure removes the folder
-        with together.each_rank():
-            if together.rank == 0:
+        with each_rank():
+            if rank == 0:
                 made = unless_whole.enter_context(Export(target, overwrite))
                 _prepare(made.folder, files, name)
                 beside(made.folder)
-        there = Path(together.from_first(str(made.folder.resolve()) if made is not None else ""))
-        with together.each_rank(), disable_torch_function(), torch.no_grad():
-            write_files(there, files, together.rank)
-        with together.each_rank():
+        there = str(made.folder.resolve()) if made is not None else ""
+        there = there if together is None else together.from_first(there)
+        with each_rank(), disable_torch_function(), torch.no_grad():
+            write_files(Path(there), files, rank)
+        with each_rank():
             if made is not None:
-                finish(made, overwrite)
+                for file in made.folder.rglob("*"):
+                    if file.is_file() and file.suffix != ".safetensors":
+                        flush(file)
+                made.commit(overwrite)
     return target
 
 
@@ -255,8 +253,8 @@ def files_of(
     }
 
 
-def _prepare(folder: Path, files: Mapping[str, Mapping[str, Whole]], name: str) -> int:
-    """Write the index of several files. Returns their bytes.
+def _prepare(folder: Path, files: Mapping[str, Mapping[str, Whole]], name: str) -> None:
+    """Write the index of several files.
     Raises: CheckpointError: the disk has no space for them.
     """
     tensors = [tensor for group in files.values() for tensor in group.values()]
@@ -274,7 +272,6 @@ def _prepare(folder: Path, files: Mapping[str, Mapping[str, Whole]], name: str) 
         }
         path = folder / f"{name}.safetensors.index.json"
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-    return size
 
 
 def write_files(folder: Path, files: Mapping[str, Mapping[str, Whole]], rank: int = 0) -> None:
@@ -306,7 +303,7 @@ def _write_file(path: Path, group: Mapping[str, Whole], left: Iterator[Whole]) -
             " share."
         )
 
-    def following() -> list[torch.Tensor]:
+    def following() -> list[Tensor]:
         make: Any = next(left).make
         return [make()]
 
@@ -315,13 +312,6 @@ def _write_file(path: Path, group: Mapping[str, Whole], left: Iterator[Whole]) -
         for key, tensor in group.items()
     ]
     write_tensors(path, planned, exported=True)
-
-
-def finish(made: Export, overwrite: bool) -> None:
-    for file in made.folder.rglob("*"):
-        if file.is_file() and file.suffix != ".safetensors":
-            flush(file)
-    made.commit(overwrite)
 
 
 def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -372,7 +362,16 @@ def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
 # -- beside the weights ----------------------------------------------------------------------------
 
 
-def save_configuration(model: Any, dtype: torch.dtype, folder: Path) -> None:
+def save_beside(model: Any, dtype: torch.dtype, tokenizer: Any, folder: Path) -> None:
+    """Write the configuration of a transformers model (None for another), and the tokenizer: None
+    copies that of the folder from which the model was loaded.
+    """
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    if model is None:
+        return
+    if tokenizer is None:
+        copy_files(Path(getattr(model.config, "_name_or_path", "") or "/"), TOKENIZER, folder)
     config = copy.deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -412,12 +411,12 @@ def copy_files(near: Path, names: Iterable[str], folder: Path) -> None:
 
 def export_folder(
     source: Source,
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     progress: Callable[[int, int], object] | None = None,
     *,
-    beside: str | os.PathLike[str] | None = None,
+    beside: StrPath | None = None,
     overwrite: bool = False,
 ) -> Path:
     """Write the model in a checkpoint as a folder that `from_pretrained` opens. Runs in one
@@ -444,7 +443,7 @@ def export_folder(
             f"--like {beside} has no config.json: name a Hugging Face folder, or leave it out."
         )
 
-    def read(item: Any, to: torch.dtype) -> torch.Tensor:
+    def read(item: Any, to: torch.dtype) -> Tensor:
         whole = source.whole(item).to(to)
         if progress is not None:
             progress(whole.nbytes, size)
@@ -466,15 +465,15 @@ def export_folder(
     if not makes:
         raise CheckpointError("there is no parameter in it to export.")
     twin = _twin(near, outline) if known else None
-    files = files_of(plan(outline, makes, twin, dtype, tied_once=known), max_shard_bytes)
-    with Export(Path(folder), overwrite) as made:
-        size = _prepare(made.folder, files, "model")
+    tensors = plan(outline, makes, twin, dtype, tied_once=known)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+
+    def small(there: Path) -> None:
         if near is not None:
-            copy_files(near, (*CONFIGURATION, *TOKENIZER), made.folder)
-            _say_dtype(made.folder / "config.json", dtype or first_dtype(outline))
-        write_files(made.folder, files)
-        finish(made, overwrite)
-    return Path(folder)
+            copy_files(near, (*CONFIGURATION, *TOKENIZER), there)
+            _say_dtype(there / "config.json", dtype or first_dtype(outline))
+
+    return write(None, Path(folder), tensors, small, max_shard_bytes, overwrite)
 
 
 def _say_dtype(path: Path, dtype: torch.dtype) -> None:

@@ -5,6 +5,7 @@ to the names and shapes of a model.
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -19,9 +20,6 @@ from onefold.pretrained.hf_names import Runs, Shape, overlapping
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.dicts import contents
-
-#: Elements compared at a time if a source holds two tensors for parameters that the model ties.
-STEP = 1 << 20
 
 
 @dataclass
@@ -42,9 +40,9 @@ class Outline:
     def of(cls, module: nn.Module) -> Outline:
         out = cls()
         engine = engine_of(module) if is_sharded(module) else None
-        ties: dict[int, list[str]] = {}
+        ties: dict[Any, list[str]] = {}
         with disable_torch_function():
-            held = (
+            held: Any = (
                 contents(engine, module)
                 if engine
                 else {n: (value, None) for n, value in module.state_dict(keep_vars=True).items()}
@@ -52,19 +50,16 @@ class Outline:
             for name, (value, entry) in held.items():
                 if not isinstance(value, torch.Tensor):
                     continue
-                kind, shape, dtype = "buffer", value.shape, value.dtype
+                is_parameter = entry is not None or isinstance(value, nn.Parameter)
+                shape, dtype = value.shape, value.dtype
                 if entry is not None:
-                    shape, dtype = torch.Size(entry.shape), entry.flat.dtypes.compute
+                    shape, dtype = entry.shape, entry.flat.dtypes.compute
                     if name not in entry.names:  # a hook of the module has renamed it
                         name = entry.name
-                if entry is not None or isinstance(value, nn.Parameter):
-                    kind = "parameter"
+                kind = "parameter" if is_parameter else "buffer"
                 out.tensors[name], out.dtypes[name] = (kind, tuple(shape)), dtype
-                if kind == "parameter" and id(value) in ties:
-                    ties[id(value)].append(name)
-                else:
-                    ties[id(value)] = [name]
-                    out.ties.append(ties[id(value)])
+                ties.setdefault(id(value) if is_parameter else name, []).append(name)
+        out.ties = list(ties.values())
         return out
 
     def add(self, other: Outline) -> None:
@@ -145,7 +140,6 @@ class Fitted(Source):
         self.unexpected, self.rules = sorted(unexpected), rules
         self._items: dict[Item, Stored] = {}
         self._runs: dict[Item, Runs] = {}
-        self._twice: dict[Item, list[tuple[str, str, Runs]]] = {}
         self._aliases: dict[str, str] = {}
         for names in outline.ties:
             kind, shape = outline.tensors[names[0]]
@@ -159,9 +153,11 @@ class Fitted(Source):
                 dtype = source.stored(Item("parameter", runs[0].name)).dtype
             self._items[item], self._runs[item] = Stored(dtype, shape), runs
             self._aliases |= dict.fromkeys(names[1:], names[0])
-            again = [(there[0], other, made[other]) for other in there[1:] if made[other] != runs]
-            if again:
-                self._twice[item] = again
+            if any(made[name] != runs for name in there):  # as transformers takes it
+                logging.getLogger("onefold").warning(
+                    "%s has a tensor for each of %s, which are one parameter in the model: the first"
+                    " is read", source.describe, ", ".join(there),
+                )  # fmt: skip
 
     @property
     def describe(self) -> str:
@@ -181,22 +177,7 @@ class Fitted(Source):
         return {item.name for item in self._items} | set(self._aliases)
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        self._read(self._runs[item], start, stop, out)
-        for one, two, runs in self._twice.get(item, ()):
-            for begin in range(start, stop, STEP):
-                end = min(begin + STEP, stop)
-                again = torch.empty(end - begin, dtype=out.dtype, device="cpu")
-                self._read(runs, begin, end, again)
-                if not torch.equal(again, out[begin - start : end - start]):
-                    raise CheckpointError(
-                        f"{self.describe} has two different tensors for {one!r} and {two!r}, which"
-                        " are one parameter in the model: build it without tying them"
-                        " (tie_word_embeddings=False in a transformers config), or remove one from"
-                        " the folder."
-                    )
-
-    def _read(self, runs: Runs, start: int, stop: int, out: torch.Tensor) -> None:
-        for run in overlapping(runs, start, stop):
+        for run in overlapping(self._runs[item], start, stop):
             into = out[run.at - start : run.at - start + run.length]
             self.source.read(Item("parameter", run.name), run.start, run.start + run.length, into)
 

@@ -15,17 +15,18 @@ transposition, a split across them, arithmetic) breaks up the pairs, which is de
 
 from __future__ import annotations
 
-import bisect
 import copy
 import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.checkpoint.errors import NotStreamed
 from onefold.checkpoint.tensorfile import numel_of
@@ -60,39 +61,40 @@ class Tags:
     """The row numbers given to tensors; see [Note: rows are tagged]."""
 
     def __init__(self) -> None:
-        self._sources: list[tuple[str, int, int]] = []  # name, elements in a row, rows
+        self._sources: list[tuple[str, int]] = []  # name, elements in a row
 
-    def add(self, name: str, shape: Shape) -> torch.Tensor:
+    def add(self, name: str, shape: Shape) -> Tensor:
         """Number the rows of tensor `name` of `shape`. Returns its stand-in, int64 [..., at most
         2].
         """
         width = shape[-1] if len(shape) > 1 else 1
-        kept, rows = min(2, width), numel_of(shape) // max(1, width)
-        numbers = torch.arange(rows * kept, device="cpu") + len(self._sources) * _APART
-        self._sources.append((name, width, rows))
-        return numbers.view((*shape[:-1], kept) if len(shape) > 1 else shape)
+        like = (*shape[:-1], min(2, width)) if len(shape) > 1 else shape
+        numbers = torch.arange(numel_of(like), device="cpu") + len(self._sources) * _APART
+        self._sources.append((name, width))
+        return numbers.view(like)
 
-    def trace(self, tags: torch.Tensor) -> tuple[Shape, Runs]:
+    def trace(self, tags: Tensor) -> tuple[Shape, Runs]:
         """Return the shape of the tensor that `tags` represents, and the runs it is made of.
         Raises: NotRows, IndexError: it is not made of whole rows.
         """
-        flat = tags.reshape(-1)
-        if not flat.numel():
-            return tuple(tags.shape), ()
-        _, width, _ = self._sources[int(flat[0]) // _APART]
-        kept = min(2, width)
-        first = flat[::kept]
-        if kept == 2 and (tags.shape[-1] != 2 or not torch.equal(flat[1::2], first + 1)):
-            raise NotRows
-        breaks = (torch.nonzero(first[1:] != first[:-1] + kept).reshape(-1) + 1).tolist()
-        runs = []
-        for begin, end in zip([0, *breaks], [*breaks, len(first)], strict=True):
-            of, at = divmod(int(first[begin]), _APART)
-            (name, its_width, rows), (row, inside) = self._sources[of], divmod(at, kept)
-            if of < 0 or inside or its_width != width or row + end - begin > rows:
+        flat, shape = tags.reshape(-1), tuple(tags.shape)
+        breaks = (torch.nonzero(flat[1:] != flat[:-1] + 1).reshape(-1) + 1).tolist()
+        runs, widths = [], set()
+        for begin, end in pairwise([0, *breaks, len(flat)]) if len(flat) else ():
+            of, at = divmod(int(flat[begin]), _APART)
+            name, width = self._sources[of]
+            kept = min(2, width)  # numbers of a row
+            if of < 0 or begin % kept or end % kept or at % kept:
                 raise NotRows
-            runs.append(ElementRun(begin * width, name, row * width, (end - begin) * width))
-        return ((*tags.shape[:-1], width) if kept == 2 else tuple(tags.shape)), tuple(runs)
+            widths.add(width)
+            at, start, length = (n // kept * width for n in (begin, at, end - begin))
+            runs.append(ElementRun(at, name, start, length))
+        width = max(widths, default=1)
+        if len(widths) > 1 or (width > 1 and shape[-1] % 2):
+            raise NotRows
+        if width > 1:
+            shape = (*shape[:-1], shape[-1] // 2 * width)
+        return shape, tuple(runs)
 
 
 def whole(name: str, shape: Shape) -> Runs:
@@ -101,12 +103,8 @@ def whole(name: str, shape: Shape) -> Runs:
 
 
 def overlapping(runs: Sequence[ElementRun], start: int, stop: int) -> Iterable[ElementRun]:
-    """Yield the parts of `runs` inside elements `[start, stop)`. `runs`: in order of `at`, without
-    gaps.
-    """
-    at = max(0, bisect.bisect_right(runs, start, key=lambda run: run.at) - 1)
-    while at < len(runs) and runs[at].at < stop:
-        run, at = runs[at], at + 1
+    """Yield the parts of `runs` inside elements `[start, stop)`."""
+    for run in runs:
         begin, end = max(run.at, start), min(run.at + run.length, stop)
         if begin < end:
             yield ElementRun(begin, run.name, run.start + begin - run.at, end - begin)
@@ -143,36 +141,33 @@ class Rules:
             self.rules = list(mapping(module))
         self.renamings = [c for c in self.rules if isinstance(c, self.loading.WeightRenaming)]
         self.converters = [c for c in self.rules if isinstance(c, self.loading.WeightConverter)]
-        self._by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
+        self.by_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
 
-    def order(self, names: Iterable[str]) -> list[str]:
-        return sorted(names, key=self.loading.dot_natural_key)
+    def convert(
+        self,
+        first: str,
+        sources: Sequence[tuple[str, str]],
+        values: Mapping[str, Tensor],
+        shapes: Mapping[str, Shape],
+    ) -> dict[str, Tensor]:
+        """Return what one converter makes of the values of `sources`, (name, pattern). `shapes`:
+        those of the model's tensors. A sharded model's parameters do not tell them.
+        """
+        converter = copy.deepcopy(self.by_pattern[sources[0][1]])
+        for name, pattern in sources:
+            converter.add_tensor(first, name, pattern, values[name])
 
-    def converter(self, pattern: str) -> Any:
-        return copy.deepcopy(self._by_pattern[pattern])
+        def whole(name: str) -> Tensor:
+            return torch.empty(shapes[name], device="meta")
 
-    def run(
-        self, converter: Any, first: str, shapes: Mapping[str, Shape]
-    ) -> dict[str, torch.Tensor]:
         config = self.module.config
-        made = converter.convert(first, model=_Shapes(shapes, config), config=config)
+        model = SimpleNamespace(get_parameter=whole, config=config)
+        made = converter.convert(first, model=model, config=config)
         return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
     def remember(self) -> None:
         """Record in the model by which rules its weights were loaded. Saving reverses them."""
         self.module._weight_conversions = [c for c in self.rules if c.was_used()]
-
-
-class _Shapes:
-    """A stand-in for the model, for converters that ask for whole shapes. A sharded model's
-    parameters do not have them.
-    """
-
-    def __init__(self, shapes: Mapping[str, Shape], config: Any) -> None:
-        self._shapes, self.config = shapes, config
-
-    def get_parameter(self, name: str) -> torch.Tensor:
-        return torch.empty(self._shapes[name], device="meta")
 
 
 def rules_of(module: nn.Module, saving: bool) -> Rules | None:
@@ -198,8 +193,8 @@ class Whole:
         owner: the rank that writes it.
     """
 
-    like: torch.Tensor
-    make: Callable[[], torch.Tensor | None] | None
+    like: Tensor
+    make: Callable[[], Tensor | None] | None
     owner: int = 0
 
     @classmethod
@@ -211,59 +206,49 @@ class Whole:
         return self.like.numel() * self.like.itemsize
 
 
-@dataclass
-class Layout:
-    """How a model's tensors are made of a folder's.
-
-    Attributes:
-        made: {name in the model: (shape, runs of the folder's tensors)}.
-        left: names in the folder without a place in the model.
-    """
-
-    made: dict[str, tuple[Shape, Runs]]
-    left: list[str]
-    rules: Rules | None = None
-
-
 def reading(
     stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module
-) -> Layout:
-    """Return how the model's tensors (`expected`) are made of the folder's (`stored`).
+) -> tuple[dict[str, tuple[Shape, Runs]], list[str], Rules | None]:
+    """Return how the model's tensors (`expected`) are made of the folder's (`stored`): {name in the
+    model: (shape, runs of the folder's tensors)}, names in the folder without a place in the model,
+    and the rules.
+
     Raises: NotStreamed: a rule of transformers does more than move rows.
     """
     rules = rules_of(module, saving=False)
     prefix = getattr(module, "base_model_prefix", "") if is_transformers(module) else ""
-    out = Layout({}, [], rules)
-    groups: dict[str, tuple[Any, Tags]] = {}
-    for key in rules.order(stored) if rules else sorted(stored):
-        name, pattern = _renamed(key, rules)
+    made, left = dict[str, tuple[Shape, Runs]](), list[str]()
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(stored, key=rules.loading.dot_natural_key if rules else None):
+        name, pattern = key, None
+        if rules is not None:
+            name, pattern = rules.loading.rename_source_key(key, rules.renamings, rules.converters)
         name = _prefixed(name, prefix, expected)
         if name not in expected and (plain := _prefixed(key, prefix, expected)) in expected:
             name, pattern = plain, None
         if name not in expected:
-            out.left.append(key)
-        elif pattern is None or rules is None:
-            out.made.setdefault(name, (stored[key], whole(key, stored[key])))
+            left.append(key)
+        elif pattern is None:
+            made.setdefault(name, (stored[key], whole(key, stored[key])))
         else:
-            converter, tags = groups.setdefault(name, (rules.converter(pattern), Tags()))
-            converter.add_tensor(name, key, pattern, tags.add(key, stored[key]))
-    for first, (converter, tags) in groups.items():
+            groups.setdefault(name, []).append((key, pattern))
+    for first, sources in groups.items():
         assert rules is not None
+        tags = Tags()
         try:
-            made = rules.run(converter, first, expected)
-            for name, value in made.items():
-                out.made[name] = tags.trace(value)
+            numbers = {key: tags.add(key, stored[key]) for key, _ in sources}
+            for name, value in rules.convert(first, sources, numbers, expected).items():
+                made[name] = tags.trace(value)
         except (NotRows, RuntimeError, ValueError, KeyError, IndexError) as error:
             raise NotStreamed(
                 f"{first!r} of the model is computed from"
-                f" {', '.join(map(repr, converter.source_patterns[:3]))} of the folder by more than"
-                f" moving rows ({converter.operations}), which cannot be"
+                f" {', '.join(repr(pattern) for _, pattern in sources[:3])} of the folder by more than"
+                f" moving rows ({rules.by_pattern[sources[0][1]].operations}), which cannot be"
                 f" streamed{f' ({error})' if str(error) else ''}. Load the model with"
                 " from_pretrained on rank 0 and shard that."
             ) from None
-    out.left += [name for name in out.made if name not in expected]
-    out.made = {name: made for name, made in out.made.items() if name in expected}
-    return out
+    left += [name for name in made if name not in expected]
+    return {name: of for name, of in made.items() if name in expected}, left, rules
 
 
 def writing(tensors: Mapping[str, Whole], module: nn.Module) -> dict[str, Whole]:
@@ -275,7 +260,7 @@ def writing(tensors: Mapping[str, Whole], module: nn.Module) -> dict[str, Whole]
         return dict(tensors)
     out: dict[str, Whole] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
-    for name in rules.order(tensors):
+    for name in sorted(tensors, key=rules.loading.dot_natural_key):
         renamed, pattern = rules.loading.apply_converters(name, rules.converters)
         if pattern is None:
             out[rules.loading.apply_renamings(name, rules.renamings)] = tensors[name]
@@ -289,47 +274,36 @@ def writing(tensors: Mapping[str, Whole], module: nn.Module) -> dict[str, Whole]
 def _made_together(
     rules: Rules, first: str, sources: list[tuple[str, str]], tensors: Mapping[str, Whole]
 ) -> dict[str, Whole]:
-    """Return what one converter makes of `sources`, (name, pattern): on stand-ins now, on whole
-    tensors when the first of them is written. If it needs values for the shapes, they keep the
-    model's names; `from_pretrained` opens such a folder too.
+    """Return what one converter makes of `sources`: on stand-ins now, on whole tensors when the first
+    of them is written. If it needs values for the shapes, they keep the model's names;
+    `from_pretrained` opens such a folder too.
     """
     shapes = {name: tuple(tensor.like.shape) for name, tensor in tensors.items()}
+    names = [name for name, _ in sources]
 
-    def convert(values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        converter = rules.converter(sources[0][1])
-        for name, pattern in sources:
-            converter.add_tensor(first, name, pattern, values[name])
-        found = rules.run(converter, first, shapes)
+    def convert(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = rules.convert(first, sources, values, shapes)
         return {rules.loading.apply_renamings(k, rules.renamings): v for k, v in found.items()}
 
     try:
-        likes = convert({name: tensors[name].like for name, _ in sources})
+        likes = convert({name: tensors[name].like for name in names})
     except (RuntimeError, ValueError, KeyError, IndexError, NotImplementedError):
-        return {name: tensors[name] for name, _ in sources}
-    made: dict[str, torch.Tensor | None] = {}
+        return {name: tensors[name] for name in names}
+    made: dict[str, Tensor | None] = {}
 
-    def make(key: str) -> torch.Tensor | None:
+    def make(key: str) -> Tensor | None:
         if not made:
-            values = {name: tensors[name].make() for name, _ in sources}  # type: ignore[misc]
+            values = {name: tensors[name].make() for name in names}  # type: ignore[misc]
             made.update(dict.fromkeys(likes))  # an error must not make this rank ask again
-            here = {name: value for name, value in values.items() if value is not None}
-            made.update(convert(here) if here else {})
+            if any(value is not None for value in values.values()):
+                made.update(convert(values))  # type: ignore[arg-type]
         return made.pop(key)
 
-    whole = tensors[sources[0][0]]
+    whole = tensors[names[0]]
     return {
         key: Whole(like, None if whole.make is None else partial(make, key), whole.owner)
         for key, like in likes.items()
     }
-
-
-def _renamed(key: str, rules: Rules | None) -> tuple[str, str | None]:
-    if rules is None:
-        return key, None
-    found: tuple[str, str | None] = rules.loading.rename_source_key(
-        key, rules.renamings, rules.converters
-    )
-    return found
 
 
 def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:

@@ -12,10 +12,12 @@ initialized first.
 
 from __future__ import annotations
 
-import os
+import contextlib
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +29,7 @@ from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.fitted import Fitted, Outline, copies, refuse_shapes, unwrapped
 from onefold.pretrained.hf_names import is_transformers, reading
-from onefold.reading import read_json
+from onefold.reading import StrPath, read_json
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.wording import few
@@ -47,7 +49,7 @@ class HuggingFaceSource(Source):
 
     folder: Path
 
-    def __init__(self, folder: str | os.PathLike[str], name: str = "model") -> None:
+    def __init__(self, folder: StrPath, name: str = "model") -> None:
         self.folder = Path(folder)
         self._files: list[TensorFile] = []
         self._where: dict[str, TensorFile] = {}
@@ -115,29 +117,29 @@ class HuggingFaceSource(Source):
         expected = {
             names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names
         }
-        layout = reading({item.name: s.shape for item, s in self.items().items()}, expected, inner)
-        there = {name: shape for name, (shape, _) in layout.made.items()}
+        stored = {item.name: s.shape for item, s in self.items().items()}
+        layout, left, rules = reading(stored, expected, inner)
+        there = {name: shape for name, (shape, _) in layout.items()}
         refuse_shapes(there, expected, f"{self.describe} is of another model: shapes differ.")
-        made = {full: layout.made[name][1] for full, name in names.items() if name in layout.made}
+        made = {full: layout[name][1] for full, name in names.items() if name in layout}
         if not is_sharded(module):
             tied = {name: names for names in outline.ties for name in names}
             for copy, own in copies(module).items():
                 if there_as := next((name for name in tied[own] if name in made), None):
                     made[copy] = made[there_as]
-        left = [key for key in layout.left if not _ignored(inner, key)]
-        out = Fitted(self, outline, made, left, layout.rules)
+        out = Fitted(self, outline, made, (key for key in left if not _ignored(inner, key)), rules)
         out.missing = [name for name in out.missing if name in names]
         return out
 
 
-def opened(folder: str | os.PathLike[str], module: nn.Module) -> Fitted:
+def opened(folder: StrPath, module: nn.Module) -> Fitted:
     """Open a folder and fit its weights to the model. Raises: CheckpointError."""
     with closed_on_error(HuggingFaceSource(folder)) as source:
         return source.fitted(module)
 
 
 def load_pretrained(
-    module: nn.Module, folder: str | os.PathLike[str], strict: bool = True
+    module: nn.Module, folder: StrPath, strict: bool = True
 ) -> tuple[list[str], list[str]]:
     """Load the weights of a Hugging Face folder into an already sharded model. Collective.
 
@@ -158,35 +160,50 @@ def load_pretrained(
         CheckpointError: on every rank: the folder cannot be read, shapes differ, or, with `strict`,
             names differ.
     """
-
-    def fitted() -> Fitted:
-        with closed_on_error(opened(folder, module)) as found:
-            if strict:
-                refuse_differences(found)
-            return found
-
-    return load_fitted(module, "load_pretrained", fitted)
+    return load_fitted(module, "load_pretrained", partial(opened, folder, module), strict)
 
 
 def load_fitted(
-    module: nn.Module, call: str, fit: Callable[[], Fitted]
+    module: nn.Module, call: str, fit: Callable[[], Fitted], strict: bool
 ) -> tuple[list[str], list[str]]:
     """Load the source that `fit` opens; it must be the same on every rank. Collective. `call`: the
     public function that was called. Returns (missing names, unexpected names).
     """
     engine = engine_of(module)
+    with contextlib.closing(settled(engine, call, fit, strict)) as fitted:
+        return load_shards(engine, module, fitted)
+
+
+def settled(engine: Engine, call: str, fit: Callable[[], Fitted], strict: bool) -> Fitted:
+    """Return what `fit` opens. Collective.
+
+    Raises:
+        CheckpointError: on every rank: it raised on one, or ranks have opened different weights; with
+            `strict`, there are missing or unexpected tensors.
+    """
     meet(engine, call)
     together = Together.of(engine)
-    fitted: Fitted | None = None
-    try:
+    with contextlib.ExitStack() as on_error:
         with together.each_rank():
-            fitted = fit()
-        assert fitted is not None
-        same_everywhere(together, fitted)
-        return load_shards(engine, module, fitted)
-    finally:
-        if fitted is not None:
-            fitted.close()
+            fitted = on_error.enter_context(closed_on_error(fit()))
+            said = (
+                (fitted.missing, "it has nothing for {} of the model's tensors ({})"),
+                (fitted.unexpected, "{} of its tensors fit nowhere in the model ({})"),
+            )
+            parts = [what.format(len(names), few(names)) for names, what in said if names]
+            if strict and parts:
+                raise CheckpointError(
+                    f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of"
+                    " another model, or another version of it? Give strict=False to load what fits."
+                )
+        all_ = together.all_gather(fitted.digest())
+        others = [together.ranks[rank] for rank, digest in enumerate(all_) if digest != all_[0]]
+        if others:
+            raise CheckpointError(
+                f"{fitted.describe} holds other tensors on rank {together.ranks[0]} and on rank"
+                f" {', '.join(map(str, others))}: give every rank the same folder."
+            )
+        return fitted
 
 
 def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list[str], list[str]]:
@@ -195,31 +212,6 @@ def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list
     if fitted.rules is not None:
         fitted.rules.remember()
     return sorted(fitted.missing), list(fitted.unexpected)
-
-
-def refuse_differences(fitted: Fitted) -> None:
-    """Raise CheckpointError if the source has missing or unexpected tensors."""
-    said = (
-        (fitted.missing, "it has nothing for {} of the model's tensors ({})"),
-        (fitted.unexpected, "{} of its tensors fit nowhere in the model ({})"),
-    )
-    parts = [what.format(len(names), few(names)) for names, what in said if names]
-    if parts:
-        raise CheckpointError(
-            f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of another"
-            " model, or another version of it? Give strict=False to load what fits."
-        )
-
-
-def same_everywhere(together: Together, fitted: Fitted) -> None:
-    """Raise CheckpointError on every rank if ranks have opened different weights. Collective."""
-    said = together.all_gather(fitted.digest())
-    others = [together.ranks[rank] for rank, digest in enumerate(said) if digest != said[0]]
-    if others:
-        raise CheckpointError(
-            f"{fitted.describe} holds other tensors on rank {together.ranks[0]} and on rank"
-            f" {', '.join(map(str, others))}: give every rank the same folder."
-        )
 
 
 def recognizes(path: Path) -> bool:
@@ -244,19 +236,18 @@ def _index(path: Path) -> dict[str, list[str]]:
         out: dict[str, list[str]] = {}
         for key, file in found.items():
             out.setdefault(file, []).append(key)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{path} is no index of safetensors files ({type(error).__name__}: {error})."
         ) from None
-    bad = [file for file in out if not isinstance(file, str) or Path(file).name != file]
-    if bad:
-        raise CheckpointError(f"{path} names {bad[0]!r}, which is no file in its folder.")
-    gone = [file for file in out if not (path.parent / file).is_file()]
-    if gone:
+
+    def is_there(file: Any) -> bool:
+        plain = isinstance(file, str) and Path(file).name == file  # not a path to another folder
+        return plain and (path.parent / file).is_file()
+
+    if gone := [str(file) for file in out if not is_there(file)]:
         raise CheckpointError(
-            f"{len(gone)} of the {len(out)} files that {path} names are missing:"
+            f"{len(gone)} of the {len(out)} files that {path} names are missing in its folder:"
             f" {few(sorted(gone))}."
         )
     return out
@@ -273,26 +264,12 @@ def _no_weights(path: Path, name: str) -> CheckpointError:
             " read in parts, so they are not opened. Convert it once:"
             " AutoModel.from_pretrained(folder).save_pretrained(other_folder)."
         )
-    hint = ""
-    if not path.exists():
-        hint = "It does not exist, and nothing is downloaded."
-    elif (path / "manifest.json").is_file():
-        hint = (
-            "It is a checkpoint of Onefold: load it with onefold.load(path, model=model), or"
-            " onefold.export it first."
-        )
-    elif name == "model" and (path / "adapter_config.json").is_file():
-        hint = (
-            "It holds adapters only: load the base model's folder, and these with"
-            " onefold.load_adapters(model, folder)."
-        )
-    elif any(p.suffix == ".gguf" for p in inside):
-        hint = (
-            "GGUF files hold quantized weights: open it with transformers'"
-            " from_pretrained(gguf_file=...) and save that."
-        )
+    gone = "" if path.exists() else " It does not exist, and nothing is downloaded."
     return CheckpointError(
-        f"{path} is no .safetensors file, and no folder with {name}.safetensors or its index. {hint}"
+        f"{path} is no .safetensors file, and no folder with {name}.safetensors or its index.{gone} A"
+        " checkpoint of Onefold is loaded by onefold.load(path, model=model), peft's adapters by"
+        " onefold.load_adapters, and a GGUF file by transformers' from_pretrained(gguf_file=...),"
+        " whose model can be saved as a folder."
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +19,15 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError, NotStreamed
-from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.fitted import Fitted, Outline, copies, unwrapped
-from onefold.pretrained.huggingface import load_shards, opened, same_everywhere
+from onefold.pretrained.huggingface import load_shards, opened, settled
+from onefold.reading import StrPath
 from onefold.runtime.engine import Engine
 from onefold.wording import few
 
 
 def on_meta(
-    folder: str | os.PathLike[str],
+    folder: StrPath,
     kind: Any = None,
     dtype: torch.dtype | None = torch.float32,
     **options: Any,
@@ -73,7 +72,7 @@ def on_meta(
     return trained
 
 
-def read_whole(folder: str | os.PathLike[str], module: nn.Module) -> str:
+def read_whole(folder: StrPath, module: nn.Module) -> str:
     """Return why the folder's weights cannot be read in parts into such a model, in a sentence; ""
     if they can be. Reads only the files' headers. Local.
 
@@ -100,7 +99,7 @@ class Weights:
 
     def __init__(
         self,
-        folder: str | os.PathLike[str],
+        folder: StrPath,
         module: nn.Module,
         device: torch.device,
         makes_up: bool,
@@ -135,17 +134,14 @@ class Weights:
         """Check that all ranks have opened the same weights. Collective.
         Raises: CheckpointError: on every rank, if they have not or if a rank has an error.
         """
-        try:
-            meet(engine, "shard(weights=...)")
-            together = Together.of(engine)
-            with together.each_rank():
-                if self.error is not None:
-                    raise self.error
+
+        def fitted() -> Fitted:
+            if self.error is not None:
+                raise self.error
             assert self._fitted is not None
-            same_everywhere(together, self._fitted)
-        except BaseException:
-            self.close()
-            raise
+            return self._fitted
+
+        settled(engine, "shard(weights=...)", fitted, strict=False)
 
     def load_shards(self, engine: Engine, module: nn.Module) -> None:
         """Read the weights into the sharded model. Collective."""

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.memory import GATHERED
-from onefold.pretrained.merged import Merging
+from onefold.pretrained.adapters import Merging
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Flat
 from onefold.runtime.hooks import engine_of
@@ -33,7 +33,7 @@ def stream_params(
     *,
     merge_adapters: bool = False,
     buffers: bool = True,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor) for each parameter and each persistent buffer of the model, on
     every rank. Collective: every rank must iterate to the end.
 
@@ -90,10 +90,10 @@ def _dtype_of(dtype: torch.dtype | str) -> Callable[[Flat], torch.dtype]:
 
 def _stream(
     engine: Engine,
-    buffers: Mapping[str, torch.Tensor],
+    buffers: Mapping[str, Tensor],
     dtype: Callable[[Flat], torch.dtype],
     merging: Merging | None,
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[tuple[str, Tensor]]:
     step = engine.step_count
     names = {name: name for name in (*buffers, *(entry.name for entry in engine.entries))}
     factors = {}

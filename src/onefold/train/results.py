@@ -8,9 +8,8 @@ from typing import Any
 
 from onefold.models.build import quiet_transformers
 from onefold.models.names import kind_of, precision_of
-from onefold.pretrained.adapters import save_adapters
+from onefold.pretrained.adapters import export_merged, save_adapters
 from onefold.pretrained.export import export as export_model
-from onefold.pretrained.merged import export_merged
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.train.prepare import Run
 

@@ -34,16 +34,15 @@ from onefold.runtime.parameters.parameter import Whole
 from onefold.runtime.parameters.values import elsewhere
 
 __all__ = ["ZeroParamStatus"]
-#: How many contexts have gathered a parameter (gathered.py).
+#: How many contexts have gathered a parameter (zero.py).
 DEPTH = "_onefold_gathered"
 #: This rank's elements, while a context has gathered the parameter.
 LOCAL = "_onefold_local"
 #: Whether a write in a context that drops it raises (`enable_sanity_checks`).
 CHECKED = "_onefold_checked"
-#: How many forward passes of the parameter's model are under way; on one rank only, in a list.
+#: A list with an item for each forward pass of the parameter's model under way; on one rank only.
 PASSES = "_onefold_passes"
 _ids = itertools.count()
-_DATA: Any = Tensor.data
 
 
 class ZeroParamStatus(Enum):
@@ -54,33 +53,12 @@ class ZeroParamStatus(Enum):
     INFLIGHT = 3
 
 
-class LocalPart(Tensor):
-    """The elements that this rank has of a parameter, in the memory where they are stored.
-
-    `part.data = values` copies the values into that memory.
+def give_facts(params: Iterable[nn.Parameter], checked: bool = False) -> None:
+    """Give the parameters the attributes `ds_*`. All ranks give them in the same order. `checked`:
+    the configuration enables sanity checks.
     """
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    @property
-    def data(self) -> Tensor:
-        found: Tensor = _DATA.__get__(self)
-        return found
-
-    @data.setter
-    def data(self, value: Tensor) -> None:
-        own = _DATA.__get__(self)
-        if value.shape != own.shape:
-            raise ValueError(
-                f"ds_tensor.data was given shape {tuple(value.shape)}, expected"
-                f" {tuple(own.shape)}: the elements that this rank has."
-            )
-        own.copy_(value)
-
-
-def give_facts(params: Iterable[nn.Parameter]) -> None:
-    """Give the parameters the attributes `ds_*`. All ranks give them in the same order."""
-    _show()
+    for name in SHOWN.keys() - vars(Tensor).keys():  # once in a process that uses it
+        setattr(Tensor, name, property(partial(_read, name)))
     for param in params:
         if isinstance(param, nn.parameter.UninitializedParameter):
             continue
@@ -88,12 +66,8 @@ def give_facts(params: Iterable[nn.Parameter]) -> None:
         own.setdefault("ds_id", next(_ids))
         own["ds_shape"], own["ds_numel"] = torch.Size(param.shape), param.numel()
         own.setdefault("ds_active_sub_modules", set())
-
-
-def check_writes(params: Iterable[nn.Parameter]) -> None:
-    """Note of the parameters that a configuration enables sanity checks."""
-    for param in params:
-        param.__dict__[CHECKED] = True
+        if checked:
+            own[CHECKED] = True
 
 
 def take_facts(params: Iterable[nn.Parameter]) -> None:
@@ -101,10 +75,6 @@ def take_facts(params: Iterable[nn.Parameter]) -> None:
     for param in params:
         for name in ("ds_id", "ds_shape", "ds_numel", "ds_active_sub_modules", PASSES):
             param.__dict__.pop(name, None)
-
-
-def has_facts(param: Any) -> bool:
-    return isinstance(param, nn.Parameter) and "ds_id" in param.__dict__
 
 
 def alone() -> bool:
@@ -116,7 +86,7 @@ def status_of(param: nn.Parameter) -> ZeroParamStatus:
     if isinstance(param, Whole) or param.__dict__.get(DEPTH):
         whole = True
     elif alone():
-        whole = bool(param.__dict__.get(PASSES, [0])[0])
+        whole = bool(param.__dict__.get(PASSES))
     elif isinstance(param, divided.DividedParameter):
         whole = False
     else:
@@ -134,10 +104,10 @@ def local_part(param: nn.Parameter) -> Tensor:
     if held is None:
         held = param if entry is None else entry.param
     with disable_torch_function():
-        part: Tensor = _DATA.__get__(held).as_subclass(Tensor).reshape(-1)
+        part = held.detach().as_subclass(Tensor).reshape(-1)
         if entry is not None and not entry.flat.storage.in_place:
             return elsewhere(part, f"ds_tensor of {entry.slot.name!r}")
-        return part.as_subclass(LocalPart)
+        return part
 
 
 def _persists(param: nn.Parameter) -> bool:
@@ -150,37 +120,22 @@ def _persists(param: nn.Parameter) -> bool:
 # -- on the class of tensors -------------------------------------------------------------------------
 
 
-def _status(tensor: Tensor) -> ZeroParamStatus:
-    # TRL's fused losses also ask plain tensors: a parameter that was saved for the backward pass
+#: {attribute of torch's class of tensors: returns it for a parameter}, of what changes over time.
+SHOWN: dict[str, Callable[[Any], Any]] = {
+    "ds_status": status_of,
+    "ds_tensor": local_part,
+    "ds_persist": _persists,
+}
+
+
+def _read(name: str, tensor: Any) -> Any:
+    # TRL's fused losses ask plain tensors, too: a parameter that was saved for the backward pass
     # comes back as a plain tensor, whole.
-    if not isinstance(tensor, nn.Parameter):
+    if name == "ds_status" and not isinstance(tensor, nn.Parameter):
         return ZeroParamStatus.AVAILABLE
-    return status_of(_known("ds_status", tensor))
-
-
-def _known(name: str, tensor: Any) -> nn.Parameter:
-    """Return `tensor`. Raises: AttributeError: it has none of the attributes."""
-    if not has_facts(tensor):
+    if "ds_id" not in tensor.__dict__:
         raise AttributeError(
             f"{type(tensor).__name__!r} object has no attribute {name!r}: only parameters made under"
             " deepspeed.zero.Init, or of an engine at stage 3, have it."
         )
-    found: nn.Parameter = tensor
-    return found
-
-
-#: {attribute: returns it for a parameter}, of what changes over time.
-SHOWN: dict[str, Callable[[nn.Parameter], Any]] = {"ds_tensor": local_part, "ds_persist": _persists}
-
-
-def _show() -> None:
-    """Put what changes over time on torch's class of tensors, once, in a process that uses it."""
-    if "ds_status" in Tensor.__dict__:
-        return
-    Tensor.ds_status = property(_status)  # type: ignore[attr-defined]
-    for name in SHOWN:
-        setattr(Tensor, name, property(partial(_read, name)))
-
-
-def _read(name: str, tensor: Tensor) -> Any:
-    return SHOWN[name](_known(name, tensor))
+    return SHOWN[name](tensor)

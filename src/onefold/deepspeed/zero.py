@@ -1,0 +1,496 @@
+"""`zero.Init`: every rank makes the model, and keeps its part of rank 0's values. And
+`zero.GatheredParameters`, for parameters with and without an engine:
+
+| a parameter                             | before      | inside `GatheredParameters`         |
+|-----------------------------------------|-------------|-------------------------------------|
+| made under `Init`, no engine yet        | an interval | whole, rank 0's values              |
+| sharded by an engine                    | an interval | whole, in master precision          |
+| sharded, given with all of its engine's | an interval | whole, in the compute dtype         |
+| inside a pass of its own model          |             | unchanged: it is gathered when used |
+| any other                               | whole       | unchanged                           |
+
+With a `modifier_rank`, parameters are always gathered in master precision, and on leaving every
+rank takes the values of that rank. Without one, changes are dropped, or raise on leaving if the
+configuration has `enable_sanity_checks`. A forward pass inside communicates nothing if all
+parameters of the model were given, so ranks may generate texts of different lengths.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
+
+from onefold.deepspeed import divided
+from onefold.deepspeed.divided import EARLY, agree, broadcast, leave
+from onefold.deepspeed.facts import (
+    CHECKED,
+    DEPTH,
+    LOCAL,
+    PASSES,
+    SHOWN,
+    alone,
+    give_facts,
+)
+from onefold.deepspeed.meaning import DeepSpeedConfig
+from onefold.deepspeed.small import join
+from onefold.recipe import COMPUTE_DTYPES
+from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
+from onefold.runtime.hooks import engine_of
+from onefold.runtime.parameters.interval import disable_torch_function, entry_of, owner_of
+from onefold.runtime.parameters.parameter import ShardedParameter, bare, face
+from onefold.runtime.parts import whole_masters
+
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "register_external_parameter",
+    "unregister_external_parameter",
+    "unwrap_model_for_generation",
+    "zero_wrapper_for_fp_tensor_constructor",
+]
+#: Bytes of parameters that a rank may hold whole while a model is made. A parameter above the limit
+#: is the only whole one.
+LIMIT = 64 << 20
+#: References to the storage of a tensor that nobody else views: the tensor's own reference, and
+#: that of the storage object through which `_is_free` counts.
+_OWN_REFERENCES = 2
+_WRITTEN = "_onefold_written_inside"
+_CALLED = "_onefold_gathered_by_a_call"
+
+
+class Init:
+    """Make a model that no rank holds whole: each rank keeps an interval of rank 0's values.
+
+    | while a model is made                          | on each rank                                   |
+    |------------------------------------------------|------------------------------------------------|
+    | a parameter is new                             | it stays whole                                 |
+    | more than `LIMIT` bytes are whole              | all but the newest are divided                 |
+    | code uses a divided parameter (as `apply` may) | it is gathered, and counts as new              |
+    | rank 0 holds a view of a parameter             | it stays whole as long as the view exists      |
+    | the context ends                               | all are divided, in the configuration's dtype  |
+
+    Dividing and gathering are collective, so every rank must run the same code inside. Ranks that
+    do different things raise (`divided.agree`). These parameters are never divided:
+
+    - parameters of another class than `nn.Parameter`, and those on the meta device;
+    - the sources of torch's parametrizations (weight_norm), because reading the computed weight
+      would not gather them.
+
+    divided.py lists what may be done with divided parameters. `initialize` takes them over unit by
+    unit.
+
+    Args:
+        module: a model that exists already. It is treated as if it had been made inside.
+        config_dict_or_path, config: the configuration. Only its precision and
+            `enable_sanity_checks` are used; "auto" counts as not set.
+        dtype: the dtype of parameters; None takes the configuration's, fp32 if it has none.
+        enabled: False does nothing.
+        ignored, others: mem_efficient_linear, remote_device, pin_memory, data_parallel_group, mpu and
+            more are accepted without effect; the recipe says where state is stored.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *ignored: Any,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        **others: Any,
+    ) -> None:
+        self.enabled = enabled
+        given = config_dict_or_path if config_dict_or_path is not None else config
+        self.dtype, self._checks = dtype, False
+        if given is not None:
+            read = DeepSpeedConfig(given, only_recipe=True)
+            self._checks = read.enable_sanity_checks
+            if dtype is None:
+                self.dtype = COMPUTE_DTYPES[read.precision] if read.precision else torch.float32
+        self._made: dict[int, nn.Parameter] = {}
+        self._modules: dict[int, nn.Module] = {}
+        self._whole: list[nn.Parameter] = []
+        self._stuck = 0
+        self._register: Any = None
+        if enabled:
+            join(None)
+            if module is not None:
+                for param in module.parameters():
+                    self._note(param)
+                self._end()
+
+    def __enter__(self) -> Init:
+        # Of nested contexts, only the outermost does the work
+        self.enabled = self.enabled and not divided.gathers
+        if self.enabled:
+            self._register = register = nn.Module.register_parameter
+
+            def noted(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+                register(module, name, param)
+                self._modules[id(module)] = module
+                if param is not None:
+                    self._note(param, isinstance(module, ParametrizationList))
+
+            nn.Module.register_parameter = noted  # type: ignore[method-assign, assignment]
+            divided.gathers.append(self._gather)
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self.enabled:
+            nn.Module.register_parameter = self._register  # type: ignore[method-assign]
+            divided.gathers.remove(self._gather)
+            if error is None:
+                self._end()
+            elif not alone():
+                leave(error)
+            self._made, self._modules, self._whole = {}, {}, []
+
+    def _note(self, param: nn.Parameter, stays: bool = False) -> None:
+        """Note a parameter that a module has registered. With `stays` it is never divided."""
+        if id(param) in self._made or EARLY in param.__dict__ or param.is_meta:
+            return
+        self._made[id(param)] = param
+        give_facts([param])
+        if not alone():
+            divided.note(param, stays)
+            self._add([param])
+
+    def _gather(self, params: Sequence[nn.Parameter]) -> None:
+        """Gather divided parameters that code uses while the model is made."""
+        agree(f"a constructor reads or changes {divided.shapes(params)}", params=params)
+        divided.gather(params)
+        self._add(params)
+
+    def _add(self, params: Sequence[nn.Parameter]) -> None:
+        """Count `params` as whole; divide older ones if more than `LIMIT` bytes are whole now."""
+        # An engine may have been made inside: it has taken its parameters over
+        self._whole = [p for p in (*self._whole, *params) if entry_of(p) is None]
+        if sum(_bytes(p) for p in self._whole) <= LIMIT + self._stuck:
+            return
+        # A constructor that holds a view of a parameter may still write through it. Rank 0 decides
+        # for all, because its values are the ones that are kept.
+        mine = [_is_free(p) for p in self._whole]
+        free = agree("parameters are divided, to make others", mine, self._whole)
+        last = {id(p) for p in params}
+        kept = []
+        for param, is_free in zip(self._whole, free, strict=True):
+            if is_free and id(param) not in last:
+                divided.divide(param, 0)
+            else:
+                kept.append(param)
+        self._whole = kept
+        self._stuck = sum(_bytes(p) for p in kept if id(p) not in last)
+
+    def _end(self) -> None:
+        """Divide the parameters that are still whole, and cast all."""
+        # `to_empty` puts new parameters in the place of those on the meta device (skip_init)
+        for module in self._modules.values():
+            for param in module._parameters.values():
+                if param is not None:
+                    self._note(param, isinstance(module, ParametrizationList))
+        made = [param for param in self._made.values() if entry_of(param) is None]
+        give_facts(made, self._checks)
+        if not alone():
+            agree("the model has been made", params=made)
+        for param in made:
+            if isinstance(param, nn.parameter.UninitializedParameter):
+                continue
+            if not alone():
+                divided.divide(param, 0)
+            if self.dtype is not None and param.is_floating_point() and param.dtype != self.dtype:
+                if (values := divided.values_of(param)) is None:
+                    param.data = param.data.to(self.dtype)
+                else:
+                    divided.hide(param, values.to(self.dtype))
+
+
+def _bytes(param: nn.Parameter) -> int:
+    return param.numel() * param.itemsize if divided.can_divide(param) else 0
+
+
+def _is_free(param: nn.Parameter) -> bool:
+    """Whether no other tensor shares the parameter's storage."""
+    if not divided.can_divide(param):
+        return False
+    references: int = torch._C._storage_Use_Count(param.untyped_storage()._cdata)
+    return references <= _OWN_REFERENCES
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: Any, *args: Any) -> Any:
+    """Return `fn` unchanged: `Init` patches none of torch's constructors.
+
+    The name exists because transformers reads and replaces it.
+    """
+    return fn
+
+
+# -- GatheredParameters ------------------------------------------------------------------------------
+
+
+class GatheredParameters:
+    """Make parameters whole on every rank inside the context. Collective.
+
+    Args:
+        params: a parameter, several, or a module. Those that are whole already are left alone.
+        modifier_rank: the rank whose changes are kept on leaving; None keeps none.
+        fwd_module: accepted; see `register_external_parameter`.
+        enabled: False does nothing.
+
+    Raises:
+        ValueError: on leaving: a sharded parameter was given another shape.
+        RuntimeError: `modifier_rank` inside a forward or backward pass of the model; on leaving: a
+            parameter was changed without `modifier_rank`, and `enable_sanity_checks` is set.
+        NotImplementedError: `modifier_rank` with parameters that are stored on NVMe or encoded.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        self.modifier_rank = modifier_rank
+        self._params = _ordered(params, modifier_rank is not None) if enabled else []
+        # Of those that an outer context has gathered, and of all on one rank: DEPTH alone
+        self._early: dict[nn.Parameter, tuple[Tensor | None, torch.Size, torch.dtype]] = {}
+        self._local: dict[nn.Parameter, Tensor] = {}
+        self._wholes: list[Engine] = []
+
+    def __enter__(self) -> None:
+        fresh: dict[Engine, list[Entry]] = {}
+        for param in self._params:
+            own, (entry, engine) = param.__dict__, owner_of(param)
+            own[DEPTH] = own.get(DEPTH, 0) + 1
+            if own[DEPTH] > 1 or alone():
+                continue
+            if isinstance(param, ShardedParameter):
+                fresh.setdefault(engine, []).append(entry)
+            else:
+                self._early[param] = (divided.values_of(param), param.shape, param.dtype)
+        if early := [*self._early]:
+            agree(f"GatheredParameters of {divided.shapes(early)} begins", params=early)
+            for param, replaced in zip(early, divided.gather(early), strict=True):
+                values, *size = self._early[param]
+                if values is not None:
+                    values = divided.interval(param) if replaced else values
+                    self._early[param] = (values, *size)  # type: ignore[assignment]
+                    param.__dict__[LOCAL] = values
+        for engine, entries in fresh.items():
+            self._gather(engine, entries)
+        self._checked = [(p, p._version) for p in self._params if CHECKED in p.__dict__]
+
+    def _gather(self, engine: Engine, entries: list[Entry]) -> None:
+        """Turn sharded parameters into plain whole ones."""
+        if self.modifier_rank is not None:
+            _refuse_unwritable(entries)
+        engine.uninitialized.look()
+        all_of_it = len(entries) == len(engine.entries)
+        # The parameters of one flat buffer are gathered together
+        for flat in dict.fromkeys(entry.flat for entry in entries):
+            full, wanted = whole_masters(engine, flat), [e for e in entries if e.flat is flat]
+            for entry in wanted:
+                engine.uninitialized.refuse("GatheredParameters would show", entry.names)
+                whole, param = flat.view(full, entry), entry.param
+                if all_of_it and self.modifier_rank is None:
+                    whole = whole.to(flat.dtypes.compute)
+                elif len(wanted) < len(flat.entries):
+                    whole = whole.clone()
+                with disable_torch_function():
+                    self._local[param] = param.__dict__[LOCAL] = param.data
+                    bare([param])
+                    param.data = whole
+        if all_of_it:
+            engine.full_params_depth += 1
+            self._wholes.append(engine)
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        dropped = [p for p, version in self._checked if p._version != version]
+        while self._wholes:
+            self._wholes.pop().full_params_depth -= 1
+        writes = self.modifier_rank is not None and error is None
+        early, self._early = self._early, {}
+        if early and error is not None and self.modifier_rank is not None:
+            leave(error)
+        elif early and writes:
+            agree(f"GatheredParameters of {divided.shapes([*early])} ends")
+        with torch.no_grad():
+            for param in self._params:
+                own, local = param.__dict__, self._local.pop(param, None)
+                own[DEPTH] -= 1
+                if writes and param not in early and not alone():
+                    broadcast(param.data, self.modifier_rank or 0)
+                own[_WRITTEN] = writes or own.get(_WRITTEN, False)
+                if own[DEPTH]:
+                    continue
+                for name in (DEPTH, LOCAL):
+                    own.pop(name, None)
+                written = own.pop(_WRITTEN)
+                if local is not None:
+                    _put_back(param, local, writes)
+                elif param in early:
+                    values, *size = early[param]
+                    if writes:
+                        divided.divide(param, self.modifier_rank or 0)
+                    elif written or values is None or [param.shape, param.dtype] != size:
+                        # A nested context has written it, or it was given another shape everywhere
+                        divided.divide(param, 0)
+                    else:
+                        divided.hide(param, values)
+        if dropped and error is None and self.modifier_rank is None:
+            raise RuntimeError(
+                f"in-place modification of {divided.shapes(dropped)} inside GatheredParameters"
+                " without modifier_rank, which keeps no change: give modifier_rank=0."
+            )
+
+
+def all_gather(param: nn.Parameter, param_list: Any = None, **options: Any) -> None:
+    """Make the parameters whole until `partition`. Collective."""
+    for one in param_list or [param]:
+        if _CALLED not in one.__dict__:
+            context = one.__dict__[_CALLED] = GatheredParameters([one])
+            context.__enter__()
+
+
+def partition(
+    param: nn.Parameter, param_list: Any = None, has_been_updated: bool = False, **options: Any
+) -> None:
+    """Undo `all_gather`. With `has_been_updated` the changes of rank 0 are kept. Collective."""
+    for one in param_list or [param]:
+        if (context := one.__dict__.pop(_CALLED, None)) is None:
+            continue
+        if has_been_updated:
+            context.modifier_rank = 0
+            _refuse_unwritable([e for p in context._local if (e := entry_of(p)) is not None])
+        context.__exit__(None, None, None)
+
+
+SHOWN |= {"all_gather": partial(partial, all_gather), "partition": partial(partial, partition)}
+
+
+def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
+    """Return the parameters that some rank does not hold whole, each once; on one rank those that
+    tell of it.
+
+    The order is the same on all ranks, even if callers have collected them in a set.
+    """
+    listed: Any = [params] if isinstance(params, Tensor) else params
+    found: dict[tuple[int, int], nn.Parameter] = {}
+    for p in params.parameters() if isinstance(params, nn.Module) else listed:
+        own, (entry, engine) = getattr(p, "__dict__", {}), owner_of(p)
+        if alone():
+            if "ds_id" in own:
+                found[0, own["ds_id"]] = p
+        elif engine is None:
+            if EARLY in own:
+                found[0, own[EARLY].number] = p
+        elif engine.in_pass:
+            if writes:
+                raise RuntimeError(
+                    f"GatheredParameters(modifier_rank=...) was given parameter"
+                    f" {entry.slot.name!r} inside a pass of its model: change it outside."
+                )
+        elif isinstance(p, ShardedParameter) or own.get(DEPTH):
+            found[1, entry.number] = p
+    return [found[key] for key in sorted(found)]
+
+
+def _refuse_unwritable(entries: list[Entry]) -> None:
+    for entry in entries:
+        if not entry.flat.storage.in_place:
+            raise NotImplementedError(
+                f"GatheredParameters: parameter {entry.slot.name!r} is stored on NVMe or encoded, and"
+                " cannot be changed there with modifier_rank: change it before initialize, or with"
+                " onefold.full_params(model, write=True)."
+            )
+
+
+def _put_back(param: nn.Parameter, local: Tensor, writes: bool) -> None:
+    whole = param.data
+    param.data = local
+    face([param])
+    info: Any = param.onefold  # type: ignore[attr-defined]
+    if not writes:
+        return
+    if whole.shape != info.shape:
+        raise ValueError(
+            f"GatheredParameters: parameter {info.name!r} of shape {tuple(info.shape)} was given"
+            f" shape {tuple(whole.shape)}. Change shapes before initialize."
+        )
+    with disable_torch_function():
+        held = param.dtype
+    param.data = whole.to(held)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Do nothing: a parameter is gathered when any module's forward pass uses it."""
+
+
+unregister_external_parameter = register_external_parameter
+
+
+# -- what callers do around generation ---------------------------------------------------------------
+
+
+def mark(model: nn.Module, checked: bool) -> None:
+    """Give the parameters of a model at stage 3 the attributes of facts.py."""
+    params = [entry.param for entry in engine_of(model).entries]
+    give_facts(params, checked)
+    if alone():
+        # The engine has nothing to do in a pass, and does not know that one is under way
+        passes: list[None] = []
+        model.register_forward_pre_hook(lambda *_: passes.append(None))
+        model.register_forward_hook(lambda *_: passes.pop(), always_call=True)
+        for param in params:
+            param.__dict__[PASSES] = passes
+    for module in model.modules():
+        module.__dict__["ds_external_parameters"] = tuple  # a call returns none
+        module.__dict__["_external_params"] = {}
+
+
+class ParameterOffload:
+    """The object that callers find as `optimizer.parameter_offload`. TRL removes DeepSpeed's hooks from
+    the model before it generates inside `GatheredParameters`, and registers them again afterwards.
+    Here a gathered model communicates nothing, so no hook has to be removed. As a context it does
+    the same.
+
+    Attributes:
+        forward_hooks, backward_hooks: handles of hooks that TRL removes: one that does nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.proxy(module)
+        self._register_deepspeed_module()
+
+    def __enter__(self) -> None:
+        self.forward_hooks = self.backward_hooks = []
+
+    def __exit__(self, *_: Any) -> None:
+        self._register_deepspeed_module()
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: gathered weights are released after each use."""
+
+    def _register_deepspeed_module(self, *_: Any) -> None:
+        self.forward_hooks: list[Any] = [RemovableHandle(OrderedDict())]
+        self.backward_hooks: list[Any] = [RemovableHandle(OrderedDict())]
+
+
+@contextlib.contextmanager
+def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
+    """Gather all parameters of an engine's model, in the compute dtype, so that `generate` inside
+    sends nothing. Yields the engine. Collective; changes of the values are dropped.
+    """
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    with GatheredParameters(model.parameters()), offload or contextlib.nullcontext():
+        yield model
