@@ -58,7 +58,7 @@ def stream_to_vllm(kind: Any) -> bool:
     def _iter_named_params(self: Any) -> Iterator[tuple[str, Tensor]]:
         model = self.model
         if not is_sharded(model):
-            return plain(self)  # type: ignore[no-any-return]
+            return plain(self)
         # vLLM keeps its own buffers
         adapted = bool(getattr(model, "peft_config", None))
         return onefold.stream_params(model, merge_adapters=adapted, buffers=False)

@@ -468,6 +468,9 @@ class ParameterOffload:
         forward_hooks, backward_hooks: handles of hooks that TRL removes: one that does nothing.
     """
 
+    forward_hooks: list[Any]
+    backward_hooks: list[Any]
+
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.proxy(module)
         self._register_deepspeed_module()
@@ -482,8 +485,8 @@ class ParameterOffload:
         """Do nothing: gathered weights are released after each use."""
 
     def _register_deepspeed_module(self, *_: Any) -> None:
-        self.forward_hooks: list[Any] = [RemovableHandle(OrderedDict())]
-        self.backward_hooks: list[Any] = [RemovableHandle(OrderedDict())]
+        self.forward_hooks = [RemovableHandle(OrderedDict())]
+        self.backward_hooks = [RemovableHandle(OrderedDict())]
 
 
 @contextlib.contextmanager
