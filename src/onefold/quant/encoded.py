@@ -173,7 +173,9 @@ class Encoded(Hop):
             sends, recvs = (
                 [(p, each[p, : self.used]) for p in group.peers] for each in (coded, rows)
             )
-            pending = self.exchange(sends, recvs, context, plain)
+            pending = group.exchange(
+                sends, recvs, context, flat.index, plain=plain, addresses=flat.trained
+            )
         yield from self.until_here(pending)
         total, target = self.total()
         sums = target

@@ -165,21 +165,6 @@ class Hop(ABC):
         first = self.first + self.mine.start - flat.owned[0]
         return total, total[first : first + own]
 
-    # -- messages ----------------------------------------------------------------------------------
-
-    def exchange(
-        self, sends: Parts, recvs: Parts, context: CollectiveContext, plain: int = 0
-    ) -> Pending:
-        """Exchange parts with other ranks, each encoded from `plain` bytes if it is."""
-        return self.group.exchange(
-            sends,
-            recvs,
-            context,
-            self.flat.index,
-            plain=plain,
-            addresses=self.flat.trained,
-        )
-
     # -- parts and sums ----------------------------------------------------------------------------
 
     def until_here(self, pending: Pending) -> Iterator[None]:
@@ -225,7 +210,7 @@ class Pairwise(Hop):
         sent = self.on_the_wire(taken)
         recvs = [(p, part) for p, part in parts.items() if p != here]
         try:
-            yield from self.until_here(self.exchange(self.messages(sent), recvs, context))
+            yield from self.until_here(self.exchange(sent, recvs, context))
         finally:
             if apart is not None:
                 self.memory.add(REDUCTION, -nbytes_of(apart), self.unit)
@@ -239,13 +224,15 @@ class Pairwise(Hop):
         self.add([part for _, part in sorted(parts.items())], target)
         return total
 
-    def messages(self, sent: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Return what is sent: (peer, its part)."""
-        here, mine = self.group.rank, self.mine
-        if self.group.stands_for_all:
-            return [(here, sent[: mine.start]), (here, sent[mine.stop :])]
-        pieces = enumerate(sent.view(self.group.size, self.own))
-        return [(p, piece) for p, piece in pieces if p != here]
+    def exchange(self, sent: torch.Tensor, recvs: Parts, context: CollectiveContext) -> Pending:
+        """Send each rank its part of `sent`, and receive theirs of this rank's."""
+        group, flat, here, mine = self.group, self.flat, self.group.rank, self.mine
+        if group.stands_for_all:
+            sends = [(here, sent[: mine.start]), (here, sent[mine.stop :])]
+        else:
+            pieces = enumerate(sent.view(group.size, self.own))
+            sends = [(p, piece) for p, piece in pieces if p != here]
+        return group.exchange(sends, recvs, context, flat.index, addresses=flat.trained)
 
 
 class Rows(Hop):

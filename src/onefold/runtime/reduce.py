@@ -329,9 +329,12 @@ class Reducer:
         ledger, early = self._ledgers[storage.gradient_tier], self.stepper.early
         meant = [e for e in r.left if e.number in used]
         r.left = [e for e in r.left if e.number not in used]
-        mine = [e for e in meant if not e.elsewhere]
-        for entry in meant if len(mine) < len(meant) else ():
-            entry.graded_elsewhere = entry.graded_elsewhere or entry.elsewhere
+        mine = list[Entry]()
+        for entry in meant:
+            if entry.elsewhere:
+                entry.graded_elsewhere = True
+            else:
+                mine.append(entry)
         in_backward = early.takes(flat, meant)
         assert r.total is not None
         if not r.down and ledger is not self.memory:
@@ -457,14 +460,13 @@ class Reducer:
         if self.engine.backward_open:
             return None
         if flat.grad is not None and entry.number in flat.filled:
-            buffer, first, end = flat.grad, 0, flat.layout.numel
+            buffer, first = flat.grad, 0
         elif flat.held is not None and entry.number in self.held:
-            buffer, (first, end) = flat.held, flat.shard
+            buffer, first = flat.held, flat.shard[0]
         else:
             return None
-        a, b = overlap((slot.start, slot.end), (first, end))
-        mine = buffer[flat.owned[0] - first :][entry.here]
-        return buffer[a - first : b - first], mine
+        a, b = overlap((slot.start, slot.end), (first, first + buffer.numel()))
+        return buffer[a - first : b - first], buffer[flat.owned[0] - first :][entry.here]
 
     def whole_waiting(self, entry: Entry) -> torch.Tensor | None:
         """Return a copy of this rank's whole gradient of `entry` that waits for the boundary, as

@@ -21,7 +21,7 @@ import difflib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from os.path import commonprefix
 
 import torch
 from torch import nn
@@ -110,8 +110,7 @@ def parameters_of(root: nn.Module) -> list[Found]:
 
 
 def _owner(names: list[str], specs: dict[str, UnitSpec]) -> str:
-    paths = zip(*(name.split(".")[:-1] for name in names), strict=False)
-    common = [parts[0] for parts in takewhile(lambda parts: len({*parts}) == 1, paths)]
+    common = commonprefix([name.split(".")[:-1] for name in names])  # noqa: RUF071, lists of names
     while common and ".".join(common) not in specs:
         common = common[:-1]
     return ".".join(common)
