@@ -33,6 +33,7 @@ are in flat buffers of their own.)
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,10 @@ if TYPE_CHECKING:
 #: Gradients wait on whole parameters until those of their unit have more bytes together; on a device
 #: with streams, where a small model waits for the host's calls and not for bytes, until more.
 ASIDE, ASIDE_WITH_STREAMS = 1 << 20, 16 << 20
+
+
+#: Gradients with their parameters.
+Pairs = list[tuple[Entry, torch.Tensor]]
 
 
 @dataclass
@@ -164,7 +169,7 @@ class Reducer:
         mean.
         """
         came, unit.aside, unit.aside_bytes = unit.aside, [], 0
-        alike: dict[tuple[Flat, bool, int], tuple[list[Entry], list[torch.Tensor]]] = {}
+        alike = defaultdict[tuple[Flat, bool, int], Pairs](list)
         for entry in came:
             grad = local_of(get_grad(entry.compute))
             if grad is None:  # a hook has dropped it, or it came twice and is stored
@@ -179,21 +184,15 @@ class Reducer:
             set_grad(entry.compute, None)
             self.used.add(entry.number)
             unit.late = unit.late or unit.launched
-            flat = entry.flat
-            if not entry.nbytes:  # nothing to copy, and its view is no view of the buffer
-                flat.filled.add(entry.number)
-                continue
-            filled = entry.number in flat.filled
-            entries, grads = alike.setdefault((flat, filled, entry.parts), ([], []))
-            entries.append(entry)
-            grads.append(grad)
-        for (flat, filled, parts), (entries, grads) in alike.items():
-            self._add(flat, filled, parts, entries, grads)
-            flat.filled.update([entry.number for entry in entries])
+            flat, number = entry.flat, entry.number
+            filled = number in flat.filled
+            flat.filled.add(number)
+            if entry.nbytes:  # else its view is no view of the buffer
+                alike[flat, filled, entry.parts].append((entry, grad))
+        for (flat, filled, parts), pairs in alike.items():
+            self._add(flat, filled, parts, pairs)
 
-    def _add(
-        self, flat: Flat, filled: bool, parts: int, entries: list[Entry], grads: list[torch.Tensor]
-    ) -> None:
+    def _add(self, flat: Flat, filled: bool, parts: int, pairs: Pairs) -> None:
         """Copy gradients into the flat buffer, or add them to those that are there (`filled`)."""
         buffer, sums, engine = flat.grad, flat.dtypes.sums, self.engine
         assert buffer is not None
@@ -203,16 +202,16 @@ class Reducer:
             flat.grad = buffer.copy_(narrow)
             self.pool.give(narrow)
         scale = flat.early_scale * parts * engine.weight * engine.factor
-        if len(entries) == 1 or any(grad.dtype != buffer.dtype for grad in grads):
-            for entry, grad in zip(entries, grads, strict=True):
+        if len(pairs) == 1 or any(grad.dtype != buffer.dtype for _, grad in pairs):
+            for entry, grad in pairs:
                 view = flat.view(buffer, entry)
                 if filled:
                     view.add_(grad, alpha=scale)
                 else:
                     torch.mul(grad, scale, out=view) if scale != 1 else view.copy_(grad)
             return
-        every, everything = flat.views(buffer), len(entries) == len(flat.entries)
-        views = [every[e.index] for e in entries]
+        every, everything = flat.views(buffer), len(pairs) == len(flat.entries)
+        views, grads = [every[e.index] for e, _ in pairs], [grad for _, grad in pairs]
         if filled:
             torch._foreach_add_(views, grads, alpha=scale)
             return
