@@ -358,7 +358,7 @@ def goal(
 def machine() -> dict[str, Any]:
     """Where it was measured: processor, physical cores that this process may use, memory, system."""
     from onefold.cores import physical_cores
-    from onefold.machine.identity import cpu_name
+    from onefold.machine.calibration import cpu_name
     from onefold.memory import total_host_memory
 
     return {

@@ -30,11 +30,10 @@ import onefold
 from benchmarks import harness, launch, pages
 from onefold.models.build import checkpoint_activations, load_model
 from onefold.plan.account import Question
-from onefold.plan.activity import Activity, of_trace
 from onefold.plan.api import Beside, machine_here
 from onefold.plan.job import Job, Scheme
 from onefold.plan.modules import model_shape
-from onefold.tracing.trace import trace
+from onefold.tracing.trace import Activity, trace
 
 SCHEMA = "onefold-plan-matrix/2"
 STAGES = (0, 1, 2, 3)
@@ -81,7 +80,7 @@ def batch(samples: int, seed: int) -> dict[str, torch.Tensor]:
 @lru_cache(maxsize=64)
 def _activity(model: str, precision: str, checkpointing: str, samples: int) -> Activity:
     how: Any = {"checkpointing": checkpointing, "precision": precision, "device": "cpu"}
-    return of_trace(trace(build(model), batch(samples, 0), **how))
+    return trace(build(model), batch(samples, 0), **how)
 
 
 def predicted(setting: Setting) -> list[float]:
@@ -104,7 +103,7 @@ def predicted(setting: Setting) -> list[float]:
     def activities(samples: int, how: str) -> Activity:
         return _activity(s.model, s.precision, how, samples)
 
-    question = Question(model_shape(build(s.model), seq=SEQ), activities, machine, job)
+    question = Question(model_shape(build(s.model)), activities, machine, job)
     schemes = [Scheme(stage, s.checkpointing, "none", SAMPLES) for stage in STAGES]
     return [question.answer(scheme).account.seconds["step"] for scheme in schemes]
 

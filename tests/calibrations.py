@@ -5,8 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from onefold.machine.calibration import Calibration
-from onefold.machine.identity import this_machine
+from onefold.machine.calibration import Calibration, this_machine
 
 
 def calibration(ranks: int = 2, **others: Any) -> Calibration:

@@ -108,12 +108,12 @@ def fsdp_memory(rows: Rows) -> Lines:
     """Bytes allocated at peak: fp32 states over all ranks, two units gathered and one unit's
     gradients in 16 bits, a checkpoint a block, one block being recomputed, logits.
     """
-    dims = Transformer(96, 12_288, 96, 4 * 12_288, 50_000, 2048)
+    dims = Transformer(96, 12_288, 96, 4 * 12_288, 50_000)
     numel, unit = 175e9, 175e9 / 96
     for r in rows:
         gpus, batch = ints(r, "gpus", "batch_per_gpu")
-        kept = activations.total_bytes(dims, batch)
-        kept += activations.logits_bytes(dims, batch)
+        kept = activations.total_bytes(dims, batch, 2048)
+        kept += activations.logits_bytes(dims, batch, 2048)
         held = states.model_states(numel, CONVENTIONS["fp32"], 3, gpus) + 2 * 2 * unit + 2 * unit
         what = f"{r['model']}, batch {batch}, {gpus} GPUs"
         yield what, (held + kept) / GB, r["allocated_GB"], "GB"
@@ -348,7 +348,7 @@ def torchtitan(rows: Rows, paper: Rows) -> Iterator[tuple[Any, ...]]:
     dims = model.transformer
     assert dims is not None
     tokens, key = 2 * 8192, "tokens_per_s_per_gpu"
-    flops = tokens * model.flops_per_token(dims.seq)
+    flops = tokens * model.flops_per_token(8192)
 
     def on(gpus: int) -> Predict:
         return lambda system: (

@@ -11,11 +11,15 @@ class TrainError(ValueError):
     """Something in the configuration, the data or the model that the user can change."""
 
 
-def did_you_mean(given: str, known: Iterable[str]) -> str:
-    """Return "Did you mean 'x'?", or the list of what is known where nothing is near."""
+def did_you_mean(given: str, known: Iterable[str], most: int = 1) -> str:
+    """Return "Did you mean 'x'?", with at most so many names, or the list of what is known where nothing
+    is near.
+    """
     names = sorted(known)
-    near = difflib.get_close_matches(given, names, 1)
-    return f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(names)}."
+    near = difflib.get_close_matches(given, names, most)
+    return (
+        f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known: {', '.join(names)}."
+    )
 
 
 def few(names: Iterable[str], count: int = 5, between: str = ", ") -> str:

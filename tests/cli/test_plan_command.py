@@ -58,6 +58,12 @@ def test_tables_say_what_the_json_says() -> None:
     assert "…" not in result.stdout
 
 
+def test_without_a_length_a_sample_has_no_more_tokens_than_the_model_has_positions() -> None:
+    result = command("gpt2", "--gpus", "1")
+    assert result.exit_code == 0 and " 1,024 tokens a sample" in result.stdout, result.output
+    assert " 2,048 tokens a sample" in command("--params", "1e8", "--gpus", "1").stdout
+
+
 def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
     asked = ("gpt2-xl", "--gpus", "1", "--gpu", "rtx4090", "--seq", "512")
     asked_for = "--offload-optimizer nvme --offload-amount 0.6 --offload-gradients cpu --nvme /mnt/fast --stage 2"

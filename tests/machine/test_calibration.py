@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from calibrations import calibration
-from onefold.machine.calibration import FRESH_DAYS, Calibration, CalibrationError
-from onefold.machine.identity import this_machine
+from onefold.machine.calibration import FRESH_DAYS, Calibration, CalibrationError, this_machine
 from onefold.plan.hardware import calibrated
 
 

@@ -83,4 +83,4 @@ def recipe_of(stage: int, precision: str, given: dict[str, Any]) -> Recipe | Non
 
 
 def activity(shape: ModelShape, job: Job, micro: int, checkpointing: str = "none") -> Activity:
-    return of_dims(shape, assumed_dims(shape, job.seq), micro, job.seq, 4, checkpointing)
+    return of_dims(shape, assumed_dims(shape), micro, job.seq, 4, checkpointing)

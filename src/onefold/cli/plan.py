@@ -41,7 +41,7 @@ def plan(
     here: Annotated[bool, option("This machine, as onefold doctor --calibrate measured it.", _MACHINE, "--here")] = False,
     host_memory: Annotated[str | None, option("Memory of one node's host: 64GB.", _MACHINE)] = None,
     disk_space: Annotated[str | None, option("Room on one node's disks: 2TB.", _MACHINE)] = None,
-    seq: Annotated[int, option("Tokens of a sample.", _JOB, shown=True)] = 2048,
+    seq: Annotated[int, option("Tokens of a sample (0: 2,048, or the model's positions if those are fewer).", _JOB, shown=True)] = 0,
     micro_batch: Annotated[
         str, option("Samples a rank computes at once, or auto for the largest that fit.", _JOB, shown=True)
     ] = "1",

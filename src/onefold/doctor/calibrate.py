@@ -13,8 +13,7 @@ from typing import Any
 from onefold.doctor.disk import measure_disk
 from onefold.doctor.measure import RESULT
 from onefold.doctor.ranks import MeasurementError, launch
-from onefold.machine.calibration import Calibration, CalibrationError
-from onefold.machine.identity import this_machine
+from onefold.machine.calibration import Calibration, CalibrationError, this_machine
 from onefold.wording import readable
 
 #: Bytes of host memory that a rank takes before it measures, for torch and its libraries.

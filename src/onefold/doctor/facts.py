@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.cores import physical_cores
-from onefold.machine.calibration import default_path
-from onefold.machine.identity import cpu_name
+from onefold.machine.calibration import cpu_name, default_path
 from onefold.memory import free_host_memory, total_host_memory
 
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import platform
+import re
 import tempfile
 import tomllib
 from collections.abc import Mapping
@@ -19,7 +21,8 @@ from typing import Any
 
 import torch
 
-from onefold.machine.identity import this_machine
+from onefold.cores import physical_cores
+from onefold.device import device_names
 from onefold.reading import read_bytes
 
 #: Days after which a calibration counts as stale: drivers, kernels and other programs change.
@@ -148,3 +151,25 @@ def default_path() -> Path:
     """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "onefold" / "machine.toml"
+
+
+def this_machine() -> dict[str, Any]:
+    """Return the properties of this machine that speeds depend on. The host name is not among them: a
+    container gets a new one at each start. Another version of torch makes a measurement stale, but not
+    another machine's.
+    """
+    gpus = list(device_names())
+    return {"cpu": cpu_name(), "cores": physical_cores(), "gpus": gpus, "torch": torch.__version__}
+
+
+def cpu_name() -> str:
+    """Return the processor's name from the kernel, else its architecture."""
+    try:
+        found = re.search(
+            r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE
+        )
+        if found:
+            return found.group(1).strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine() or "unknown"

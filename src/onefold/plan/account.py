@@ -42,7 +42,7 @@ from typing import Any
 from onefold.comm.communicators import communicators_of
 from onefold.device.copies import WINDOW
 from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
-from onefold.plan.activity import Activity, Moment, OnHost, divided, on_host
+from onefold.plan.activity import OnHost, divided, on_host
 from onefold.plan.degrees import AXES, Degrees, dims_of
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Convention, Job, Scheme
@@ -76,6 +76,8 @@ from onefold.plan.times import (
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import Tier
+from onefold.tracing.trace import Activity
+from onefold.tracing.watch import Pass
 
 #: The share of temporary bytes on a GPU that its allocator cannot use again (blocks of other
 #: sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90 of what
@@ -359,13 +361,12 @@ def peak_of(
         highest: the engine's bytes while each unit runs (`Program.highest`).
         updating: temporary bytes of the update.
     """
-    moments = activity.moments()
     last: dict[str, Mapping[str, int]] = {}
     for (phase, _), held in highest.items():
         last[phase] = max(last.get(phase, held), held, key=lambda by: sum(by.values()))
     rows: list[dict[str, int]] = []
-    for at in {**highest, **moments}:
-        found = moments.get(at, Moment())
+    for at in {**highest, **activity.passes}:
+        found = activity.passes.get(at, Pass())
         mine = {
             ACTIVATIONS: found.nbytes - found.logits - found.gradients,
             LOGITS: found.logits,
@@ -511,7 +512,7 @@ def _seconds(
     machine, activity = question.machine, kept.activity
     whole, soft = pass_seconds(question, activity), machine.software
     each = whole / activity.flops if activity.flops else 0.0
-    passes = {at: n * each for at, n in activity.passes.items()}
+    passes = {at: one.flops * each for at, one in activity.passes.items()}
     parts, busy = step_seconds(program, Prices(machine, passes))
     out = dict.fromkeys(SECONDS[:-1], 0.0) | parts
     if scheme.degrees.pp > 1:

@@ -1,12 +1,5 @@
-"""What a micro-batch keeps and computes, a row for each unit in the order of the forward pass: from a
-trace of the model's code, or from dimensions.
-
-    row         (root)   block 0   block 1   (root)
-    kept        ▒        ▓         ▓         ▒          bytes that wait for the backward pass
-    forward     ░        ░         ░         ░          the highest moment of each pass, beyond what
-    backward    ░        ░         ░         ░          earlier rows keep
-
-A rank of a mesh has a part of each.
+"""What a micro-batch keeps and computes where there is no code to trace (tracing/trace.py), and what
+of it a rank of a mesh and a device with a host beside it have.
 
 Activations that are on the host between the forward and the backward pass leave the device and come
 back, as in offload/activations.py: of the storages that autograd saves the large ones
@@ -29,111 +22,8 @@ from onefold.offload.activations import NEAR, SLAB, SMALLEST
 from onefold.plan.degrees import Degrees, dims_of
 from onefold.plan.rank import Stage
 from onefold.plan.shapes import ModelShape, Transformer
-from onefold.tracing.trace import Trace
-from onefold.tracing.watch import Span
-
-
-@dataclass(frozen=True, order=True)
-class Moment:
-    """The highest moment of a unit in one pass. `logits` and `gradients` (that the engine has not
-    taken over yet) are parts of `nbytes`.
-    """
-
-    nbytes: int = 0
-    logits: int = 0
-    gradients: int = 0
-
-    def above(self, nbytes: int) -> Moment:
-        """Return the moment with other bytes below it."""
-        return replace(self, nbytes=max(self.nbytes + nbytes, self.logits + self.gradients))
-
-
-@dataclass(frozen=True)
-class UnitActivity:
-    """One row.
-
-    Attributes:
-        kept: bytes that its forward pass leaves, of which `logits` are logits.
-        forward, backward: beyond what earlier rows keep.
-        flops: of matrix products in the two passes, recomputation included.
-        movable: bytes of large saved tensors, which the host may hold until the backward pass.
-            largest: the bytes of the largest of them.
-    """
-
-    unit: str
-    kept: int = 0
-    forward: Moment = Moment()
-    backward: Moment = Moment()
-    flops: tuple[float, float] = (0.0, 0.0)
-    logits: int = 0
-    movable: int = 0
-    largest: int = 0
-
-
-@dataclass(frozen=True)
-class Activity:
-    """One micro-batch.
-
-    Attributes:
-        beside: bytes that other micro-batches keep meanwhile.
-    """
-
-    rows: tuple[UnitActivity, ...]
-    notes: tuple[str, ...] = ()
-    beside: int = 0
-
-    @property
-    def passes(self) -> Mapping[tuple[str, str], float]:
-        """FLOPs by unit and phase."""
-        out: Counter[tuple[str, str]] = Counter()
-        for row in self.rows:
-            for phase, flops in zip(("forward", "backward"), row.flops, strict=True):
-                out[row.unit, phase] += flops  # type: ignore[assignment]
-        return out
-
-    @property
-    def flops(self) -> float:
-        return sum(sum(row.flops) for row in self.rows)
-
-    def moments(self) -> dict[tuple[str, str], Moment]:
-        """Return all bytes at the highest moment of each (phase, unit)."""
-        out: dict[tuple[str, str], Moment] = {}
-        below = self.beside
-        for row in self.rows:
-            for phase, moment in (("forward", row.forward), ("backward", row.backward)):
-                found = moment.above(below)
-                out[phase, row.unit] = max(out.get((phase, row.unit), found), found)
-            below += row.kept
-        return out
-
-    @property
-    def peak(self) -> int:
-        return max((moment.nbytes for moment in self.moments().values()), default=0)
-
-
-# -- from the code ---------------------------------------------------------------------------------
-
-
-def of_trace(trace: Trace) -> Activity:
-    """Return the rows of a trace of the real module: one for each run of a unit in the forward pass."""
-    forward = [s for s in trace.spans if s.phase == "forward"]
-    behind: list[list[Span]] = [[] for _ in forward]
-    at = len(forward) - 1
-    for span in trace.spans[len(forward) :]:
-        # It belongs to the last run of its unit that has not been passed
-        alike = [i for i, s in enumerate(forward) if s.unit == span.unit]
-        at = max((i for i in alike if i <= at), default=alike[0])
-        behind[at].append(span)
-    rows, below = [], 0
-    for span, later in zip(forward, behind, strict=True):
-        first, *others = (Moment(s.peak - below, s.logits, s.gradients) for s in (span, *later))
-        flops = float(span.flops), float(sum(s.flops for s in later))
-        large = span.kept_logits, span.movable, span.largest
-        backward = max(others, default=Moment())
-        rows.append(UnitActivity(span.unit, span.saved, first, backward, flops, *large))
-        below += span.saved
-    return Activity(tuple(rows), trace.notes)
-
+from onefold.tracing.trace import Activity
+from onefold.tracing.watch import Pass, UnitActivity
 
 # -- from dimensions -------------------------------------------------------------------------------
 
@@ -165,33 +55,23 @@ def of_dims(
     moves = wide >= SMALLEST  # smaller tensors are not moved to the host
     rows = [UnitActivity("(root)", kept=16 * tokens)]  # token ids and labels
     for index, unit in enumerate(model.blocks):
-        stays = keeps(index, checkpointing)
+        stays = checkpointing == "none" or (checkpointing == "selective" and index % 2 == 1)
         kept, again = (whole, 0) if stays else (wide, whole)
         own = max(p.numel for p in unit.parameters) * element + shared
         flops = tokens * 2.0 * (unit.numel + 2 * dims.q * seq)
         # torch ends a recomputed block when backward has everything: before the last product
         twice = 0.0 if stays else max(0.0, flops - tokens * 2.0 * dims.ffn * dims.hidden)
-        backward = Moment(kept + again + in_hand + own, 0, own)
+        backward = Pass(kept + again + in_hand + own, 0, own, 2 * flops + twice)
         largest = min(kept, tokens * max(dims.hidden, dims.ffn) * element)
-        large = (0, kept, largest) if moves else ()
-        rows.append(
-            UnitActivity(
-                unit.name,
-                kept,
-                Moment(whole + in_hand),
-                backward,
-                (flops, 2 * flops + twice),
-                *large,
-            )
-        )
+        large = (kept, largest) if moves else ()
+        forward = Pass(whole + in_hand, flops=flops)
+        rows.append(UnitActivity(unit.name, kept, forward, backward, 0, *large))
     behind, logits = tokens * 16 + 2 * wide, 4 * entries
     first = 2 * logits + (entries * element if element < 4 else 0)  # the model's own in 16 bits
-    forward, backward = Moment(behind + first, first), Moment(behind + 3 * logits, 3 * logits)
+    forward, backward = Pass(behind + first, first), Pass(behind + 3 * logits, 3 * logits)
     moved = logits if moves else 0
-    rows.append(
-        UnitActivity("(root)", behind + logits, forward, backward, (0.0, 0.0), logits, moved, moved)
-    )
-    return Activity(tuple(rows))
+    rows.append(UnitActivity("(root)", behind + logits, forward, backward, logits, moved, moved))
+    return Activity(rows)
 
 
 def block_bytes(dims: Transformer, tokens: int, element: int) -> int:
@@ -216,20 +96,13 @@ def block_bytes(dims: Transformer, tokens: int, element: int) -> int:
     return tokens * (elements * element + 4 * dims.heads)  # the log-sum-exp of each row, fp32
 
 
-def keeps(index: int, checkpointing: str) -> bool:
-    """Return whether a block keeps its activations. "selective" recomputes every second block, as
-    `onefold train` does.
-    """
-    return checkpointing == "none" or (checkpointing == "selective" and index % 2 == 1)
-
-
-def assumed_dims(model: ModelShape, seq: int) -> Transformer:
+def assumed_dims(model: ModelShape) -> Transformer:
     """Return the dimensions of a decoder with this many parameters, 12·L·h²: heads of 128, and a
     feed-forward four times as wide.
     """
     layers = max(len(model.blocks), 1)
     hidden = max(64, round(math.sqrt(model.numel / (12 * layers)) / 64) * 64)
-    return Transformer(layers, hidden, max(1, hidden // 128), 4 * hidden, 50_304, seq)
+    return Transformer(layers, hidden, max(1, hidden // 128), 4 * hidden, 50_304)
 
 
 # -- a part of each block, on a mesh -----------------------------------------------------------------
@@ -265,15 +138,15 @@ def divided(
     extra += handed * dims.active if degrees.ep > 1 else 0
     experts = degrees.ep * (t if degrees.expert_tp else 1)  # a gradient in hand is one of a matrix
 
-    def part(nbytes: int) -> int:
-        mine = nbytes / cp
-        return round(min(mine, wide) + max(0.0, mine - wide) / t)
+    def part(nbytes: float) -> int:
+        nbytes /= cp
+        return round(min(nbytes, wide) + max(0.0, nbytes - wide) / t)
 
-    def moment(whole: Moment, inside: bool) -> Moment:
+    def mine(whole: Pass, inside: bool) -> Pass:
         logits = round(whole.logits / cp / t)
         gradients = round(whole.gradients / (experts if inside and dims.experts > 1 else t))
         rest = part(whole.nbytes - whole.logits - whole.gradients) + (extra if inside else 0)
-        return Moment(rest + logits + gradients, logits, gradients)
+        return Pass(rest + logits + gradients, logits, gradients, whole.flops / cp / t)
 
     parts, rows, ahead, begun = len(stage.chunks), [], 0, False
     for row in activity.rows:
@@ -284,13 +157,12 @@ def divided(
         logits = round(row.logits / cp / t)
         kept = part(row.kept - row.logits) // (parts if unit else 1) + logits
         ahead += kept if unit or not begun else 0
-        forward, backward = (moment(m, bool(unit)) for m in (row.forward, row.backward))
-        flops = (row.flops[0] / cp / t, row.flops[1] / cp / t)
-        rows.append(UnitActivity(row.unit, kept, forward, backward, flops, logits))
+        forward, backward = (mine(one, bool(unit)) for one in (row.forward, row.backward))
+        rows.append(UnitActivity(row.unit, kept, forward, backward, logits))
     # What earlier stages hand over; the rows of the first stage have it
     handed = 0 if stage.first and parts == 1 else handed
     beside = (in_flight(degrees, stage.index, micro_batches) - 1) * (ahead + handed) + handed
-    return Activity(tuple(rows), activity.notes, beside=beside)
+    return Activity(rows, activity.notes, beside)
 
 
 def in_flight(degrees: Degrees, index: int, micro_batches: int) -> int:
@@ -337,10 +209,9 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
         large = min(row.largest, leaves)
         down = max(down, min(2 * large, down + large))
         waits = min(gone, 0 if shared else down), min(gone, ahead)
-        passes = row.forward, row.backward
-        forward, backward = (m.above(w) for m, w in zip(passes, waits, strict=True))
-        rows.append(replace(row, kept=row.kept - leaves, forward=forward, backward=backward))
+        forward, backward = row.forward.above(waits[0]), row.backward.above(waits[1])
+        rows.append(row._replace(kept=row.kept - leaves, forward=forward, backward=backward))
         gone, moved[row.unit] = gone + leaves, moved[row.unit] + leaves
         ahead = max(near, row.largest)  # what is fetched ahead: `near` bytes, or one copy
     slabs = min(budget, -(-gone // SLAB) * SLAB)
-    return OnHost(replace(activity, rows=tuple(rows)), moved, slabs)
+    return OnHost(replace(activity, rows=rows), moved, slabs)

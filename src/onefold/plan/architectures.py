@@ -4,7 +4,6 @@ code is built where there is no memory and no network (plan/modules.py).
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,14 +51,3 @@ def known(name: object) -> Architecture | None:
     for part in ("meta-", "-hf", "-v0.1"):
         plain = plain.removeprefix(part).removesuffix(part)
     return architectures().get(plain)
-
-
-def nearest(name: str) -> str:
-    """Return the sentence for a name that is not known, with the nearest ones."""
-    near = difflib.get_close_matches(name.lower(), architectures(), 3, 0.5)
-    hint = (
-        f"Did you mean {' or '.join(map(repr, near))}?"
-        if near
-        else f"Known: {', '.join(architectures())}."
-    )
-    return f"no architecture is called {name!r}. {hint}"

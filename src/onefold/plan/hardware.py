@@ -11,10 +11,9 @@ bytes, bytes/s (in one direction) or FLOP/s.
 
 from __future__ import annotations
 
-import difflib
 import re
 import tomllib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, replace
 from functools import cache
 from importlib import resources
@@ -214,7 +213,7 @@ class Catalogue:
         """Return a GPU by name. Raises ValueError with the nearest names."""
         plain = name.strip().lower()
         if plain not in self.gpus:
-            raise ValueError(_unknown(name, self.gpus, "GPU"))
+            raise ValueError(f"no GPU is called {name!r}. {did_you_mean(plain, self.gpus, 3)}")
         return self.gpus[plain]
 
     def link(self, name: str) -> Link:
@@ -230,22 +229,12 @@ class Catalogue:
             bits = 1 if match[3] == "gb/s" else 8
             return Link(plain, rate * 1e9 / bits, f"{name} between nodes")
         raise ValueError(
-            f"{_unknown(name, self.links, 'link')} Or give its rate: '100g', '8x200g' (Gbit/s of a"
-            " node), '25GB/s'."
+            f"no link is called {name!r}. {did_you_mean(plain, self.links, 3)} Or give its rate: '100g',"
+            " '8x200g' (Gbit/s of a node), '25GB/s'."
         )
 
 
 _KINDS: Mapping[str, Any] = {"gpu": Gpu, "link": Link, "host": Host}
-
-
-def _unknown(name: str, known: Iterable[str], what: str) -> str:
-    near = difflib.get_close_matches(name.lower(), sorted(known), 3, 0.5)
-    hint = (
-        f"Did you mean {' or '.join(map(repr, near))}?"
-        if near
-        else f"Known: {', '.join(sorted(known))}."
-    )
-    return f"no {what} is called {name!r}. {hint}"
 
 
 def _checked(values: Any, known: Collection[str], where: str) -> Mapping[str, Any]:

@@ -135,7 +135,7 @@ class Job:
     """One optimizer step.
 
     Attributes:
-        seq: tokens of a sample.
+        seq: tokens of a sample; 0: 2,048, or as many as the model has positions if those are fewer.
         micro_batch: samples that one rank computes at once; 0: the largest that fits.
         global_batch: samples of a step over all ranks; 0: one micro-batch a rank.
         precision: "fp32", "bf16" or "fp16"; None: the model's own.
@@ -167,12 +167,10 @@ class Job:
     model_dtype: str = "fp32"
 
     def __post_init__(self) -> None:
-        for name, least in (("seq", 1), ("micro_batch", 0), ("global_batch", 0), ("lora_rank", 0)):
+        for name in ("seq", "micro_batch", "global_batch", "lora_rank"):
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= MOST:
-                raise ValueError(
-                    f"{name}={value!r}: expected a whole number from {least} to {MOST}."
-                )
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
+                raise ValueError(f"{name}={value!r}: expected a whole number from 0 to {MOST}.")
         for name, known in (
             ("precision", (None, *COMPUTE_DTYPES)),
             ("model_dtype", tuple(COMPUTE_DTYPES)),

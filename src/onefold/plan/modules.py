@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from onefold.plan.architectures import known, nearest
+from onefold.plan.architectures import architectures, known
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.reading import read_json
 from onefold.runtime.units import Found, find_units, keeps_dtype
@@ -86,8 +86,8 @@ def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
             " Nothing is downloaded."
         )
     raise ValueError(
-        f"{nearest(text)} Or give a folder with a config.json, package.module:factory, or"
-        f" --params.{hub}"
+        f"no architecture is called {text!r}. {did_you_mean(text.lower(), architectures(), 3)} Or give"
+        f" a folder with a config.json, package.module:factory, or --params.{hub}"
     )
 
 
@@ -301,7 +301,7 @@ def quietly() -> Iterator[None]:
 
 
 def model_shape(
-    module: nn.Module, units: Sequence[str | type] | None = None, *, name: str = "", seq: int = 0
+    module: nn.Module, units: Sequence[str | type] | None = None, *, name: str = ""
 ) -> ModelShape:
     """Read the parameters of `module` by unit, exactly as `onefold.shard` would bind them. No
     tensor is kept.
@@ -309,8 +309,6 @@ def model_shape(
     Args:
         units: names or classes of the modules that become units, as for `onefold.shard`.
         name: the model's name; "" takes the name of its class.
-        seq: tokens of a sample, for the transformer's dimensions; 0 takes the longest that the
-            module's config names.
 
     Raises:
         ValueError: `units` names nothing in this model, or it has lazy parameters.
@@ -325,11 +323,11 @@ def model_shape(
         UnitShape(
             spec.name or "(root)",
             tuple(_parameter(f) for f in spec.found),
-            looks_up_only=_looks_up_only(spec.module),
+            looks_up_only=type(spec.module) is nn.Embedding,
         )
         for spec in find_units(module, units)
     )
-    return ModelShape(name or type(module).__name__, shapes, transformer_of(module, seq))
+    return ModelShape(name or type(module).__name__, shapes, transformer_of(module))
 
 
 def _parameter(found: Found) -> Parameter:
@@ -338,15 +336,10 @@ def _parameter(found: Found) -> Parameter:
         found.names[0],
         tuple(found.param.shape),
         found.param.requires_grad,
-        str(found.param.dtype).removeprefix("torch."),
+        found.param.dtype,
         looked_up,
         keeps_dtype(found),
     )
-
-
-def _looks_up_only(module: nn.Module) -> bool:
-    """Return whether a module's backward pass reads none of its parameters (runtime/flat.py)."""
-    return type(module) is nn.Embedding
 
 
 def _config_of(module: nn.Module) -> Any:
@@ -359,7 +352,12 @@ def _first(config: Any, names: Sequence[str]) -> int:
     return next((v for n in names if isinstance(v := getattr(config, n, None), int) and v > 0), 0)
 
 
-def transformer_of(module: nn.Module, seq: int = 0) -> Transformer | None:
+def positions_of(module: nn.Module) -> int:
+    """Return the longest sample that a module's config names; 0: it names none."""
+    return _first(_config_of(module), _LENGTH)
+
+
+def transformer_of(module: nn.Module) -> Transformer | None:
     """Read a transformers model's dimensions from its config. None if the config does not name
     layers, width, heads and vocabulary.
     """
@@ -380,7 +378,6 @@ def transformer_of(module: nn.Module, seq: int = 0) -> Transformer | None:
         heads=heads,
         ffn=own_ffn or _first(config, _FFN) or 4 * hidden,
         vocab=vocabulary,
-        seq=seq or _first(config, _LENGTH) or 1024,
         kv_heads=_first(config, ("num_key_value_heads",)) or heads,
         head_dim=head_dim,
         experts=experts,

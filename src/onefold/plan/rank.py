@@ -31,14 +31,16 @@ exists on both.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
-from onefold.layout import LOW, ShardSpec, Tiers, Topology
+from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology
 from onefold.layout.holders import AxisCut, region_of
 from onefold.plan.degrees import Degrees, dims_of
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
@@ -132,7 +134,6 @@ class Stage:
     Attributes:
         index: its number. chunks: the names of its blocks, by chunk.
         first, last: it has the embedding; it has the head.
-        tied: elements that it has although another stage has them too.
     """
 
     index: int
@@ -140,7 +141,6 @@ class Stage:
     chunks: tuple[tuple[str, ...], ...]
     first: bool
     last: bool
-    tied: int = 0
 
     @cached_property
     def numel(self) -> int:
@@ -155,10 +155,6 @@ class Stage:
     def blocks(self) -> int:
         return len(self.names)
 
-    @property
-    def trainable(self) -> int:
-        return sum(u.trainable for u in self.units)
-
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         return tuple(p for unit in self.units for p in unit.parameters)
@@ -171,90 +167,62 @@ def stages_of(model: ModelShape, degrees: Degrees) -> tuple[Stage, ...]:
 
 @lru_cache(maxsize=64)
 def _stages(model: ModelShape, pp: int, chunks: int) -> tuple[Stage, ...]:
-    blocks = list(model.blocks)
-    names = {b.name for b in blocks}
+    names = [b.name for b in model.blocks]
     if pp == 1:
-        return (Stage(0, model.units, (tuple(b.name for b in blocks),), True, True),)
-    others = [u for u in model.units if u.name not in names]
-    before = [_part(u, first=True) for u in others]
-    behind = [_part(u, first=False) for u in others]
-    tied = _tied(model)
-    ends = sum(u.numel for u in before), sum(u.numel for u in behind) + (tied.numel if tied else 0)
-    sizes = [b.numel for b in blocks]
-    counts = _counts(sizes, pp * chunks, *ends)
-    parts: list[list[UnitShape]] = []
-    at = 0
-    for count in counts:
-        parts.append(blocks[at : at + count])
-        at += count
-
-    def named(units: Sequence[UnitShape]) -> list[UnitShape]:
-        return [u for u in units if u.name != "(root)" and u.parameters]
-
+        return (Stage(0, model.units, (tuple(names),), True, True),)
+    tied, sizes = _tied(model), Counter[str]()
+    for unit in model.units:
+        for p in unit.parameters:
+            sizes[model.block_of[unit.name] or names[0 if _leads(p) else -1]] += p.numel
+    sizes[names[-1]] += sum(p.numel for p in tied)
+    cuts = [0, *accumulate(_counts([sizes[name] for name in names], pp * chunks))]
+    parts = [tuple(names[begin:end]) for begin, end in pairwise(cuts)]
     out = []
     for index in range(pp):
-        own, first, last = parts[index::pp], index == 0, index == pp - 1
-        lead, tail = before if first else [], behind if last else []
-        copies = [tied] if tied is not None and last else []
-        of_root = (p for u in (*lead, *tail) if u.name == "(root)" for p in u.parameters)
-        root = UnitShape("(root)", (*of_root, *copies))
-        units = root, *named(lead), *(b for part in own for b in part), *named(tail)
-        of_chunks = tuple(tuple(b.name for b in part) for part in own)
-        out.append(Stage(index, units, of_chunks, first, last, sum(p.numel for p in copies)))
+        own, first, last, units = parts[index::pp], index == 0, index == pp - 1, []
+        for unit in model.units:
+            if block := model.block_of[unit.name]:
+                kept = unit.parameters if any(block in part for part in own) else ()
+            else:
+                kept = tuple(p for p in unit.parameters if (first if _leads(p) else last))
+            kept += tied if last and unit.name == "(root)" else ()
+            if kept or unit.name == "(root)":
+                units.append(replace(unit, parameters=kept))
+        out.append(Stage(index, tuple(units), tuple(own), first, last))
     return tuple(out)
 
 
-def _part(unit: UnitShape, first: bool) -> UnitShape:
-    """Return what the first (or last) stage has of a unit outside the blocks."""
-    looks_up = ("embed", "wte", "wpe")
-    return replace(
-        unit,
-        parameters=tuple(
-            p for p in unit.parameters if any(word in p.name for word in looks_up) == first
-        ),
-    )
+def _leads(p: Parameter) -> bool:
+    """Return whether a parameter outside the blocks is the first stage's, and not the last's."""
+    return any(word in p.name for word in ("embed", "wte", "wpe"))
 
 
-def _tied(model: ModelShape) -> Parameter | None:
-    """Return the matrix that is both embedding and head, as the last stage has it; None: there is
-    none.
+def _tied(model: ModelShape) -> tuple[Parameter, ...]:
+    """Return the matrix that is both embedding and head, as the last stage has it."""
+    every = (p for u in model.units for p in u.parameters if rule_of(p.name).kind == "embedding")
+    found = next(every, None) if dims_of(model).tied else None
+    return (replace(found, name=f"tied.{found.name}"),) if found is not None else ()
+
+
+def _counts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Return how many successive blocks each part gets, at least one: the largest part is as small as
+    possible, and earlier parts are full.
     """
-    if not dims_of(model).tied:
-        return None
-    every = (p for u in model.units for p in u.parameters)
-    found = next((p for p in every if rule_of(p.name).kind == "embedding"), None)
-    return replace(found, name=f"tied.{found.name}") if found is not None else None
+    ends = list(accumulate(sizes))
 
-
-def _counts(sizes: Sequence[int], parts: int, before: int, behind: int) -> list[int]:
-    """Return how many successive blocks each part gets, at least one: the largest part, with what is
-    before the first block and behind the last, is as small as possible, and earlier parts are full.
-    """
-
-    def filled(most: int) -> list[int] | None:
+    def filled(most: int) -> list[int]:
+        """Fill each part up to `most`, with a block left for each one behind it."""
         counts, at = [], 0
-        for part in range(parts):
-            total, count = before if part == 0 else 0, 0
-            left = parts - part - 1
-            extra = behind if part == parts - 1 else 0
-            while at + count < len(sizes) - left and (
-                count == 0 or total + sizes[at + count] + extra <= most
-            ):
-                total += sizes[at + count]
-                count += 1
-            if total + extra > most:
-                return None
-            counts.append(count)
-            at += count
-        return counts if at == len(sizes) else None
+        for behind in reversed(range(parts)):
+            full = bisect_right(ends, most + (ends[at - 1] if at else 0))
+            counts.append(min(full, len(sizes) - behind) - at)
+            at += counts[-1]
+        return counts
 
-    low, high = max(sizes), before + sum(sizes) + behind
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if filled(middle) is not None else (middle + 1, high)
-    found = filled(low)
-    assert found is not None  # everything in one part's bytes fits
-    return found
+    def fits(most: int) -> bool:
+        return sum(filled(most)) == len(sizes)
+
+    return filled(bisect_left(range(ends[-1]), True, max(sizes), key=fits))
 
 
 # -- flat buffers ----------------------------------------------------------------------------------
@@ -316,7 +284,7 @@ def units_of(
     away = offloaded_units([u.trainable for u in model.units], recipe, every)
 
     def unit_plan(unit: UnitShape, offloaded: bool) -> UnitPlan:
-        kinds: dict[object, list[Parameter]] = {}
+        kinds: dict[tuple[Dtypes, bool, bool, tuple[str, ...]], list[Parameter]] = {}
         for p in unit.parameters:
             like = (
                 p.dtypes(recipe),
@@ -326,11 +294,10 @@ def units_of(
             )
             kinds.setdefault(like, []).append(p)
         flats, holders = [], []
-        for of_kind in kinds.values():
-            first, divided = of_kind[0], divided_along(of_kind[0], degrees)
+        for (_, trainable, stored, divided), of_kind in kinds.items():
             held = holding(degrees, divided, rank)
             topology, decided = exchanges(held, recipe, per_node, nccl, degrees.dp * degrees.cp)
-            dtypes, stored = first.dtypes(decided), rests_encoded(first, recipe)
+            dtypes = of_kind[0].dtypes(decided)
             flats.append(
                 ShardSpec(
                     tuple((p.name, local_shape(p, degrees, rank)) for p in of_kind),
@@ -339,10 +306,10 @@ def units_of(
                     topology,
                     topology.position_of(held.index(rank)),
                     CODECS.__getitem__,
-                    trainable=first.trainable,
+                    trainable=trainable,
                     stored=stored,
-                    tiers=Tiers.of(first.trainable, decided) if offloaded and not stored else None,
-                    in_place=all(p.torch_dtype == dtypes.compute for p in of_kind),
+                    tiers=Tiers.of(trainable, decided) if offloaded and not stored else None,
+                    in_place=all(p.dtype == dtypes.compute for p in of_kind),
                     native=nccl,
                     rooms=tuple(local_numel(p, degrees) for p in of_kind) if divided else None,
                 )
@@ -401,16 +368,11 @@ def at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
 def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
     """Return whether a frozen weight is stored encoded, by the rule of runtime/units.py."""
     frozen = recipe.frozen is not None and not p.trainable and len(p.shape) >= 2
-    return frozen and p.torch_dtype in LOW and not p.looked_up
+    return frozen and p.dtype in LOW and not p.looked_up
 
 
 def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
-    """Return the names of the units that lie around other units."""
-    paths = {u.path for u in units}
-    inside = {
-        path
-        for inner in paths
-        for path in ("", *accumulate(inner.split("."), "{}.{}".format))
-        if path != inner
-    }
-    return frozenset(u.name for u in units if u.path in inside)
+    """Return the names of the units that lie around other units: around the next, since they are in the
+    order of `named_modules()`.
+    """
+    return frozenset(unit.name for unit, after in pairwise(units) if unit.encloses(after))

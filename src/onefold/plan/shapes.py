@@ -22,7 +22,7 @@ class Parameter:
     """One parameter.
 
     Attributes:
-        dtype: the dtype in which it comes, such as "float32".
+        dtype: in which it comes.
         trainable: its requires_grad.
         looked_up: it is an embedding's weight, possibly tied to the head. It is never stored
             encoded.
@@ -32,12 +32,12 @@ class Parameter:
     name: str
     shape: tuple[int, ...]
     trainable: bool = True
-    dtype: str = "float32"
+    dtype: torch.dtype = torch.float32
     looked_up: bool = False
     keeps_dtype: bool = False
 
     def dtypes(self, recipe: Recipe) -> Dtypes:
-        return Dtypes.of(self.torch_dtype, self.trainable, recipe, self.keeps_dtype)
+        return Dtypes.of(self.dtype, self.trainable, recipe, self.keeps_dtype)
 
     @cached_property
     def numel(self) -> int:
@@ -47,11 +47,6 @@ class Parameter:
     def routed(self) -> bool:
         """Whether it belongs to experts of which a token sees only some."""
         return re.search(r"(^|\.)experts\.", self.name) is not None
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
 
 
 @dataclass(frozen=True)
@@ -92,7 +87,6 @@ class Transformer:
     heads: int
     ffn: int
     vocab: int
-    seq: int
     kv_heads: int = 0
     head_dim: int = 0
     experts: int = 1
@@ -188,10 +182,6 @@ class ModelShape:
         The depth follows from numel = 12·L·h² with L ≈ h/128. Kaplan et al. 2020 observe that the
         ratio of depth to width matters little.
         """
-        if numel < 1:
-            raise ValueError(
-                f"a model of {numel} parameters: expected a positive number, such as 7.5e9."
-            )
         depth = min(numel, max(1, round((numel / (12 * 128 * 128)) ** (1 / 3))))
         each, rest = divmod(numel, depth)
         units = [UnitShape("(root)", (Parameter("rest", (rest,)),) if rest else ())]

@@ -64,7 +64,7 @@ from onefold.plan.job import Convention
 from onefold.plan.rank import UnitPlan
 from onefold.recipe import PLACEMENTS_OF_STAGE, Placement, Recipe, Tier
 from onefold.recipe.moments import FORMATS
-from onefold.recipe.optimizers import PLANNED, WHOLE
+from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, OFF_DEVICE
 
@@ -88,17 +88,12 @@ def at_rest(
 
     Args:
         held: its bytes of moments, if it steps matrices whole (`onefold.plan.owned`).
-
-    Raises:
-        ValueError: the optimizer is not planned, or steps matrices whole and `held` is not
-            given.
     """
-    out = dict.fromkeys((PARAMETERS, MASTERS, MOMENTS), 0)
+    out = Counter({MOMENTS: held or 0})
     for flat in (f for u in units for f in u.flats):
-        for category, nbytes in resting(flat).items():
-            out[category] += nbytes
-        out[MOMENTS] += moments(flat, optimizer) if flat.tiers is None and held is None else 0
-    out[MOMENTS] += held or 0
+        out.update(resting(flat))
+        if flat.tiers is None and held is None:
+            out[MOMENTS] += moments(flat, optimizer)
     return filled(out)
 
 
@@ -112,11 +107,7 @@ def moments(flat: ShardSpec, optimizer: str) -> int:
     optimizers also keep a number for each parameter of which the rank steps any element: Adam's
     count of steps has 4 bytes. Adagrad makes it for every parameter, when it is made.
     """
-    if optimizer not in PLANNED:
-        raise ValueError(f"optimizer {optimizer!r}: expected one of {', '.join(PLANNED)}.")
     kept = PLANNED[optimizer]
-    if kept.update == WHOLE:
-        raise ValueError(f"{optimizer}: states of whole matrices are their owners'.")
     if not flat.trainable:
         return 0
     return sum(

@@ -13,26 +13,28 @@ import copy
 import inspect
 import logging
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 from onefold.plan.account import Activities
-from onefold.plan.activity import Activity, assumed_dims, of_dims, of_trace
+from onefold.plan.activity import assumed_dims, of_dims
 from onefold.plan.architectures import known
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
-from onefold.plan.modules import adapted, model_shape, module_of
+from onefold.plan.modules import adapted, model_shape, module_of, positions_of
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.runtime.buffers import buffers_in, sent_before_passes
 from onefold.tracing.blocks import repeated_blocks
-from onefold.tracing.trace import Trace, between, trace
+from onefold.tracing.trace import Activity, between, trace
 
 #: The note of a plan whose activations come from dimensions.
 _IDEAL = (
@@ -44,6 +46,8 @@ _AS_FP32 = (
     "precision=None computes as the model is, and of this one no dtype is known: its weights are taken as"
     " fp32"
 )
+#: Tokens of a sample where a job leaves them open, if the model has as many positions.
+LONGEST = 2048
 #: The largest model that a plan accepts, in parameters: ten times the largest in the papers.
 MOST_PARAMETERS = 1e15
 #: Bytes of buffers from which on a note says that they are sent.
@@ -79,21 +83,25 @@ def subject_of(
     if isinstance(model, (bool, int, float)):
         model = _of_size(model)
     if isinstance(model, ModelShape):
-        return _of_shape(model, job)
-    given = job.seq, job.lora_rank, job.units, job.precision, "cpu" if machine.shared else "cuda"
-    row = known(model) if isinstance(model, (str, Path)) else None
-    if row is not None and batch is None and loss is None:
-        module, shape, activities = _of_name(row.name, *given)
-    elif isinstance(model, (str, Path, nn.Module)):
-        own = model if isinstance(model, nn.Module) else _built(model, job.precision is None)
-        name = row.name if row is not None else type(own).__name__
-        module, shape, activities = _read(own, name, *given, batch, loss)
+        return _of_shape(model, replace(job, seq=job.seq or LONGEST))
+    row, as_it_is = known(model) if isinstance(model, (str, Path)) else None, job.precision is None
+    if row is not None:
+        module = _by_name(row.name)
+    elif isinstance(model, (str, Path)):
+        module = _built(model, as_it_is)
+    elif isinstance(model, nn.Module):
+        module = model
     else:
         raise ValueError(
             f"a plan was asked for {type(model).__name__}: expected a module, a name, a folder or a"
             " number of parameters."
         )
-    as_it_is = job.precision is None
+    if not job.seq:
+        job = replace(job, seq=min(LONGEST, positions_of(module) or LONGEST))
+    name = row.name if row is not None else type(module).__name__
+    device = "cpu" if machine.shared else "cuda"
+    given = name, job.seq, job.lora_rank, job.units, job.precision, device, batch, loss
+    module, shape, activities = (_read_once if row is not None else _read)(module, *given)
     notes = [_AS_FP32] if as_it_is and row is not None else []
     notes += _of_buffers(module, job.recipe(3), machine)
     return Subject(
@@ -114,7 +122,7 @@ def _of_shape(shape: ModelShape, job: Job) -> Subject:
             " leave it out, or give a name such as llama-3-8b."
         )
 
-    dims = shape.transformer or assumed_dims(shape, job.seq)
+    dims = shape.transformer or assumed_dims(shape)
     element = COMPUTE_DTYPES[job.computes].itemsize
 
     @lru_cache(maxsize=256)
@@ -135,24 +143,15 @@ def _of_size(numel: float) -> ModelShape:
     return ModelShape.of_size(int(numel), f"{numel:,.0f} parameters")
 
 
-def dtype_of(model: Any) -> str:
-    """Return the precision of most of a module's weights; "fp32" for anything that is no module, or
-    whose weights are in none of the three precisions.
-    """
-    count = dict.fromkeys(COMPUTE_DTYPES, 0)
-    for p in model.parameters() if isinstance(model, nn.Module) else ():
-        for name, dtype in COMPUTE_DTYPES.items():
-            count[name] += p.numel() if p.dtype == dtype else 0
-    return max(count, key=lambda name: count[name])
+def dtype_of(module: nn.Module) -> str:
+    """Return the precision of most of a module's weights; "fp32" if they are in none of the three."""
+    count = Counter[torch.dtype]()
+    for p in module.parameters():
+        count[p.dtype] += p.numel()
+    return max(COMPUTE_DTYPES, key=lambda name: count[COMPUTE_DTYPES[name]])
 
 
 # -- traced ----------------------------------------------------------------------------------------
-
-
-@lru_cache(maxsize=16)
-def _of_name(name: str, *given: Any) -> tuple[nn.Module, ModelShape, Activities]:
-    """Return what `_read` does of a public architecture. The next plan of it finds the traces."""
-    return _read(_built(name), name, *given)
 
 
 def _built(source: str | Path, as_it_is: bool = False) -> nn.Module:
@@ -160,6 +159,9 @@ def _built(source: str | Path, as_it_is: bool = False) -> nn.Module:
     if hasattr(getattr(module, "config", None), "use_cache"):
         module.config.use_cache = False  # training keeps no cache of keys and values
     return module
+
+
+_by_name = lru_cache(maxsize=16)(_built)
 
 
 def _read(
@@ -179,15 +181,16 @@ def _read(
     make = batch or tokens(module, seq)
     if lora_rank:
         module, name = with_lora(module, lora_rank), f"{name}, LoRA of rank {lora_rank}"
-    shape = model_shape(module, units, name=name, seq=seq)
+    shape = model_shape(module, units, name=name)
     options = {"precision": precision, "device": device, "loss": loss, "units": units}
     log = logging.getLogger("torch._subclasses.fake_tensor")
 
     @lru_cache(maxsize=256)
-    def traced(samples: int, checkpointing: Any) -> Trace:
-        log.addFilter(_silent)  # torch logs the traceback of what is raised below
+    def traced(samples: int, checkpointing: Any) -> Activity:
         try:
-            return trace(module, make(samples), checkpointing=checkpointing, **options)
+            # torch logs the traceback of what is raised below
+            with mock.patch.object(log, "disabled", True):
+                return trace(module, make(samples), checkpointing=checkpointing, **options)
         except ValueError:
             raise
         except Exception as error:  # a model's own code may raise anything
@@ -199,14 +202,16 @@ def _read(
                 " batch=function that makes what its forward takes, or plan by its size"
                 " (--params)."
             ) from error
-        finally:
-            log.removeFilter(_silent)
 
     @lru_cache(maxsize=256)
     def activities(micro_batch: int, checkpointing: str) -> Activity:
-        return of_trace(between(lambda n: traced(n, checkpointing), micro_batch))
+        return between(lambda n: traced(n, checkpointing), micro_batch)
 
     return module, shape, activities
+
+
+#: Of a public architecture: the next plan of it finds the traces.
+_read_once = lru_cache(maxsize=16)(_read)
 
 
 def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator[str]:
@@ -218,10 +223,6 @@ def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator
             " before the forward pass behind a synchronized one, as DDP does, beside the wire's"
             " figures; sync_buffers='norms' or False sends fewer"
         )
-
-
-def _silent(record: logging.LogRecord) -> bool:
-    return False
 
 
 def with_lora(module: nn.Module, rank: int) -> nn.Module:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.measure import Measurement
@@ -15,7 +15,7 @@ from onefold.comm import OWNERS
 from onefold.plan.account import Candidate
 from onefold.plan.job import Job
 from onefold.plan.owned import Balance
-from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS, Account
+from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS
 from onefold.plan.search import SlowLinks
 from onefold.recipe.rows import OFF_DEVICE, Tier
 
@@ -23,34 +23,40 @@ if TYPE_CHECKING:
     from onefold.plan.planner import Plan
 
 
+#: What tables say where there is nothing.
+NONE = "–"
+
+
 def gib(nbytes: float) -> str:
-    """Return bytes in KiB, MiB or GiB; a dash for none."""
+    """Return bytes in KiB, MiB or GiB."""
     if nbytes <= 0:
-        return "–"
+        return NONE
     if nbytes < 2**20:
         return f"{nbytes / 2**10:.1f} KiB"
     return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:,.2f} GiB"
 
 
 def in_seconds(seconds: float) -> str:
-    """Return seconds, or milliseconds below one; a dash for none."""
+    """Return seconds, or milliseconds below one."""
     if not seconds:
-        return "–"
+        return NONE
     return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:,.2f} s"
 
 
 def balance_said(balance: Balance | None) -> str:
     """Return the work of the busiest owner over the mean, and the least that is possible where that
-    is more than a hundredth above it; a dash if nothing is divided.
+    is more than a hundredth above it.
     """
     if balance is None or balance.ranks == 1:
-        return "–"
+        return NONE
     least = f" (least {balance.least:.2f})" if balance.least >= 1.01 else ""
     return f"{balance.busiest:.2f}{least}"
 
 
 def count(number: float) -> str:
     """Return a number with three digits and a unit."""
+    if not number:
+        return NONE
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g}{unit}"
@@ -111,8 +117,8 @@ def _print(out: Console, table: Table) -> None:
 
 def _stages(plan: Plan) -> Table:
     like, best = plan.stages[0].scheme, plan.recommended
-    title = f"a rank holds, sends and takes, at micro-batch {like.micro_batch}"
     data_only = like.degrees.data_only
+    title = f"a rank holds, sends and takes, at micro-batch {like.micro_batch}"
     title += f", checkpointing {like.checkpointing}" if data_only else f" on {like.degrees}"
     table = _table(title)
     # A recommendation that offloads or has groups gets a column of its own
@@ -123,59 +129,40 @@ def _stages(plan: Plan) -> Table:
         off = ", offload" if scheme.offload != "none" else ""
         way = f", {scheme.communication}" if scheme.communication else ""
         table.add_column(f"stage {scheme.stage}{off}{way}{mark}", justify="right", no_wrap=True)
-
-    def add(
-        name: str,
-        of: Callable[[Candidate], Any],
-        said: Callable[[Any], str] = gib,
-        always: bool = False,
-    ) -> None:
-        """Add a figure of each candidate. If none has it, leave it out unless `always`."""
-        values = [of(c) for c in columns]
-        if always or any(values):
-            table.add_row(name, *map(said, values))
-
-    def parts(
-        names: Mapping[Any, str],
-        of: Callable[[Account], Mapping[Any, float]],
-        said: Callable[[Any], str] = gib,
-    ) -> None:
-        for key, words in names.items():
-            add(f"  {words}", lambda c, k=key: of(c.account).get(k, 0), said)  # type: ignore[misc]
-
-    categories = dict(zip(CATEGORIES, CATEGORIES, strict=True))
-    if not data_only:
-        add("recompute", lambda c: c.scheme.checkpointing, str)
-    add("[bold]at rest[/bold]", lambda c: c.account.rest_bytes, always=True)
-    parts(categories, lambda a: a.rest)
-    add("[dim]all states, papers' way[/dim]", lambda c: c.states, _dim)
-    add("[bold]at peak[/bold]", lambda c: c.account.peak_bytes, always=True)
-    parts(categories, lambda a: a.peak)
-    add("[dim]driver and NCCL beside it[/dim]", lambda c: c.reserve.nbytes, _dim)
-    for tier in OFF_DEVICE:
-        add(tier.title, lambda c, t=tier: c.account.by_tier[t])  # type: ignore[misc]
-    add("fits", lambda c: _fit(c, plan), str)
-    add("[bold]sent in a step[/bold]", lambda c: sum(c.account.sent.values()) or c.account.wire_bytes)  # fmt: skip
-    parts(_AXES, lambda a: a.sent)
-    parts({"inside": "within a node", "between": "between nodes"}, lambda a: a.links)
-    add("  of a node, to others", lambda c: c.account.sent_between)
-    add("  to and from owners", lambda c: c.account.wire.get(OWNERS, 0))
-    add("busiest owner over the mean", lambda c: c.balance, balance_said)
-    add("[bold]a step takes[/bold]", lambda c: c.step, in_seconds)
-    seconds = (*SECONDS[:-1], *OF_AXES)
-    parts(dict(zip(seconds, seconds, strict=True)), lambda a: a.seconds, in_seconds)
-    add("tokens/s", lambda c: c.account.tokens_per_s, count)
-    add("MFU", lambda c: c.account.mfu, lambda mfu: f"{mfu:.0%}" if mfu is not None else "–")
-    # The search for the largest is made for the stages alone
-    largest = [str(plan.largest_micro_batch.get(c.scheme.stage, "–")) for c in plan.stages]
-    unasked = ["–"] * (len(columns) - len(plan.stages))
-    if plan.largest_micro_batch:
-        table.add_row("largest micro-batch", *largest, *unasked)
+    for figures in zip(*(_figures(c, plan) for c in columns), strict=True):
+        said = [text for _, text in figures]
+        if set(said) != {NONE}:
+            table.add_row(figures[0][0], *said)
     return table
 
 
-def _dim(nbytes: float) -> str:
-    return f"[dim]{gib(nbytes)}[/dim]"
+def _figures(c: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield (name, figure in words) of a column, NONE for what it does not have."""
+    account, scheme = c.account, c.scheme
+    yield "recompute", NONE if scheme.degrees.data_only else scheme.checkpointing
+    yield "[bold]at rest[/bold]", gib(account.rest_bytes)
+    yield from ((f"  {name}", gib(account.rest.get(name, 0))) for name in CATEGORIES)
+    yield "[dim]all states, papers' way[/dim]", gib(c.states)
+    yield "[bold]at peak[/bold]", gib(account.peak_bytes)
+    yield from ((f"  {name}", gib(account.peak.get(name, 0))) for name in CATEGORIES)
+    yield "[dim]driver and NCCL beside it[/dim]", gib(c.reserve.nbytes)
+    yield from ((tier.title, gib(nbytes)) for tier, nbytes in account.by_tier.items())
+    yield "fits", _fit(c, plan)
+    yield "[bold]sent in a step[/bold]", gib(sum(account.sent.values()) or account.wire_bytes)
+    yield from ((f"  {words}", gib(account.sent.get(axis, 0))) for axis, words in _AXES.items())
+    yield "  within a node", gib(account.links.get("inside", 0))
+    yield "  between nodes", gib(account.links.get("between", 0))
+    yield "  of a node, to others", gib(account.sent_between)
+    yield "  to and from owners", gib(account.wire.get(OWNERS, 0))
+    yield "busiest owner over the mean", balance_said(c.balance)
+    yield "[bold]a step takes[/bold]", in_seconds(c.step)
+    for name in (*SECONDS[:-1], *OF_AXES):
+        yield f"  {name}", in_seconds(account.seconds.get(name, 0))
+    yield "tokens/s", count(account.tokens_per_s)
+    yield "MFU", NONE if account.mfu is None else f"{account.mfu:.0%}"
+    # Searched for the stages alone
+    fitting = plan.largest_micro_batch.get(scheme.stage) if c in plan.stages else None
+    yield "largest micro-batch", NONE if fitting is None else str(fitting)
 
 
 _AXES = {
@@ -247,7 +234,7 @@ def _steps(plan: Plan, best: Candidate) -> Table:
     for step in plan.next_steps:
         peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
         saved = best.account.peak_bytes - peak
-        slower = f"{seconds / own - 1:+z.0%}" if own else "–"
+        slower = f"{seconds / own - 1:+z.0%}" if own else NONE
         table.add_row(str(step.scheme), gib(peak), gib(saved), in_seconds(seconds), slower)
     return table
 

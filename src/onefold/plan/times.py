@@ -75,7 +75,7 @@ class Prices:
     """Seconds of each operation, on one rank of a machine.
 
     Attributes:
-        passes: {(unit, phase): seconds of the model's computing in one micro-batch}.
+        passes: {(phase, unit): seconds of the model's computing in one micro-batch}.
     """
 
     machine: Machine
@@ -85,7 +85,7 @@ class Prices:
         """Return (seconds, the seconds for which it takes each link)."""
         m, memory = self.machine, self.machine.gpu.memory_bandwidth
         if op.kind == "pass":
-            return self.passes.get((op.unit, op.phase), 0.0), {}
+            return self.passes.get((op.phase, op.unit), 0.0), {}
         if op.kind == "move":
             return self._move(op)
         if op.kind == "code":

@@ -93,7 +93,7 @@ def simulate_mesh(
         recipe = recipe.replace(group=FLAT)
     from torch.distributed.device_mesh import init_device_mesh
 
-    dtype = recipe.parameters.dtype or stage.parameters[0].torch_dtype
+    dtype = recipe.parameters.dtype or stage.parameters[0].dtype
     # What stages hand on: a rank's tokens of a sample, and their width
     hidden = dims_of(model).hidden // (degrees.tp if degrees.sequence_divided else 1)
     handed = torch.empty(micro_batch, seq // degrees.cp, hidden, dtype=dtype, device="meta")
@@ -160,7 +160,7 @@ def _cut_stand_in(
     for unit in stage.units:
         module = root if unit.name == "(root)" else root.get_submodule(unit.name)
         for own, p in zip(list(module._parameters), unit.parameters, strict=True):
-            part = torch.empty(local_shape(p, degrees, number), dtype=p.torch_dtype, device="cpu")
+            part = torch.empty(local_shape(p, degrees, number), dtype=p.dtype, device="cpu")
             if divided := divided_along(p, degrees):
                 mesh, dims = cut[divided], rule_of(p.name).axes
                 part = DTensor.from_local(

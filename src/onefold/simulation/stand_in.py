@@ -46,7 +46,7 @@ class _Block(nn.Module):
         self.inner: list[str] = []
         for at, p in enumerate(unit.parameters if unit is not None else ()):
             self.names.append(f"own_{at}")
-            empty = torch.empty(p.shape, dtype=getattr(torch, p.dtype), device="meta")
+            empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
             self.register_parameter(self.names[-1], nn.Parameter(empty, requires_grad=p.trainable))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,9 +76,7 @@ def stand_in(shape: ModelShape) -> tuple[nn.Module, list[str]]:
         module: nn.Module = _Block(unit)
         if unit.looks_up_only and len(unit.parameters) == 1 and len(unit.parameters[0].shape) == 2:
             only = unit.parameters[0]
-            module = nn.Embedding(
-                only.shape[0], only.shape[1], device="meta", dtype=getattr(torch, only.dtype)
-            )
+            module = nn.Embedding(only.shape[0], only.shape[1], device="meta", dtype=only.dtype)
             module.weight.requires_grad_(only.trainable)
         owner, path = _owner(placed, unit.name)
         _put(owner, path, module)

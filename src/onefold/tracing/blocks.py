@@ -1,29 +1,27 @@
 """The repeated blocks of a module: `recompute` checkpoints them, as `onefold train
---activation-checkpointing` does, `shorten` leaves out most of many equal ones, and `Repetition.whole`
-adds to a trace what was left out.
+--activation-checkpointing` does, `shorter` says which of many equal ones need not be traced, and
+`Repetition.whole` adds to a trace what was left out.
 
     80 blocks     0 | 1 2 3 4 .................... 77 78 79         traced    0 | 1 2 | 79, as a module of four
-    forward       a   b b b b                       b  b  c                   each middle block adds the same bytes, d
-    backward      a'  b'b'b'b'                      b' b' c'                  and begins with the bytes that its forward ended with
+    rows          a   b b b b                       b  b  c                   a   b b   c
 
-A span of middle block i is therefore the span of block 1 with (i - 1)·d more bytes in memory. That
-is exact if the blocks are equal, which is checked twice: before the trace by their classes, shapes
-and settings, and after it by comparing what two middle blocks did. If a check fails, all blocks are
-traced. Blocks may alternate with a period (sliding and full attention, every second one
+That is exact if the blocks are equal, which is checked twice: before the trace by their classes,
+shapes and settings, and after it by comparing the rows of two middle blocks. If a check fails, all
+blocks are traced. Blocks may alternate with a period (sliding and full attention, every second one
 checkpointed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from torch import nn
 
 from onefold.runtime.units import OwnUnit
-from onefold.tracing.watch import Span
+from onefold.tracing.watch import UnitActivity
 
 Checkpointing = Literal["none", "full", "selective"]
 LONGEST_PERIOD = 8
@@ -31,26 +29,28 @@ LONGEST_PERIOD = 8
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "layer_index", "block_idx")
 
 
-def _lists(module: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Module]]]:
-    """Yield (path, list, its blocks) of each list of blocks in a module."""
-    for path, inner in module.named_modules():
-        if isinstance(inner, nn.ModuleList | nn.Sequential):
-            blocks = list(inner)
-            if len(blocks) > 1 and not isinstance(blocks[0], OwnUnit):
-                yield path, inner, blocks
-
-
-def _size(blocks: Sequence[nn.Module]) -> int:
-    return sum(p.numel() for b in blocks for p in b.parameters())
-
-
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the blocks of the largest list (by parameters) whose members are all of one class.
     [] if there is no such list.
     """
-    alike = (blocks for *_, blocks in _lists(module) if len(set(map(type, blocks))) == 1)
-    largest = max(alike, key=_size, default=[])
-    return largest if _size(largest) else []
+    return list(_largest(module)[1].values())
+
+
+def _largest(module: nn.Module) -> tuple[str, dict[str, Any]]:
+    """Return (path, blocks by name) of that list."""
+
+    def size(found: tuple[str, dict[str, nn.Module]]) -> int:
+        return sum(p.numel() for block in found[1].values() for p in block.parameters())
+
+    lists = (
+        (path, inner._modules)
+        for path, inner in module.named_modules()
+        if isinstance(inner, nn.ModuleList | nn.Sequential)
+        and len(inner) > 1
+        and len(set(map(type, inner))) == 1
+        and not isinstance(inner[0], OwnUnit)
+    )
+    return max(filter(size, lists), key=size, default=("", {}))
 
 
 def recompute(module: nn.Module, how: Checkpointing) -> None:
@@ -88,33 +88,94 @@ def recompute(module: nn.Module, how: Checkpointing) -> None:
 # -- a few of many blocks --------------------------------------------------------------------------
 
 
-def shorten(module: nn.Module, units: Collection[str]) -> Repetition | None:
-    """Leave out most of the longest run of equal blocks in the largest list of `module`, for good. The
-    blocks that remain get the first names of the list. None if there are too few, or if not all are
-    `units` with parameters of their own.
+@dataclass(frozen=True)
+class Repetition:
+    """Equal blocks, of which some are left out.
+
+    Attributes:
+        blocks: the list in the module. few: those of it that are traced, under its first names.
+        names: the units of all blocks, in order.
+        first, period: the traced blocks `first` to `first + period` are the pattern of those left
+            out, `times` as many, and those behind them do the same. The first and the last blocks
+            of the list may differ.
     """
-    path, inner, blocks = max(
-        _lists(module), key=lambda found: _size(found[-1]), default=("", module, [])
-    )
-    keys, own = list(inner._modules), [{id(p) for p in block.parameters()} for block in blocks]
-    names = tuple(f"{path}.{key}" if path else key for key in keys)
+
+    blocks: Mapping[str, nn.Module]
+    few: Mapping[str, nn.Module]
+    names: Sequence[str]
+    first: int
+    period: int
+    times: int
+
+    def whole(self, rows: list[UnitActivity]) -> list[UnitActivity] | None:
+        """Extend the rows of the traced blocks to all. None if the middle blocks did not all do the
+        same.
+        """
+        of, first, period = [self._block(row.unit) for row in rows], self.first, self.period
+        starts = first, first + period, first + 2 * period
+        a, b, c = (of.index(block) if block in of else -1 for block in starts)
+        again = {*of[:a], *of[c:]} & {*range(first, first + 2 * period)}
+        if again or not -1 < a < b < c:
+            return None
+        # What stays alive from each pattern on though autograd does not keep it
+        held = rows[b].forward.nbytes - rows[a].forward.nbytes
+        if self._later(rows[a:b], 1, held) != rows[b:c]:
+            return None
+        more = [row for n in range(1, self.times) for row in self._later(rows[a:b], n, held)]
+        return [*rows[:b], *more, *self._later(rows[a:], self.times, held)]
+
+    def _block(self, unit: str) -> int | None:
+        """Return the number of the block that a unit belongs to, None for no block."""
+        inside = (i for i, name in enumerate(self.names) if f"{unit}.".startswith(f"{name}."))
+        return next(inside, None)
+
+    def _later(self, rows: Sequence[UnitActivity], times: int, held: int) -> list[UnitActivity]:
+        """Return rows as they are `times` patterns later, above `held` bytes of each."""
+        out = []
+        for row in rows:
+            unit, at = row.unit, self._block(row.unit)
+            if at is not None and at >= self.first:
+                unit = self.names[at + times * self.period] + unit[len(self.names[at]) :]
+            forward, backward = (  # some rows have no backward pass
+                one.plus(times * held) if one.nbytes else one for one in (row.forward, row.backward)
+            )
+            out.append(row._replace(unit=unit, forward=forward, backward=backward))
+        return out
+
+
+def shorter(
+    module: nn.Module, units: Collection[str], checkpointing: Checkpointing
+) -> Repetition | None:
+    """Find the longest run of equal blocks, of which most need not be traced. None if there are too
+    few, or if not all are `units` with parameters of their own.
+    """
+    path, blocks = _largest(module)
+    names = [f"{path}.{key}" if path else key for key in blocks]
+    own = [{id(p) for p in block.parameters()} for block in blocks.values()]
     if not set(names) <= set(units) or sum(map(len, own)) != len(set().union(*own)):
         return None
     layers = getattr(getattr(module, "config", None), "layer_types", None) or ()
     kinds = layers if len(layers) == len(blocks) else [None] * len(blocks)
-    signs = [(_signature(block), kind) for block, kind in zip(blocks, kinds, strict=True)]
-    left_out, period, start, stop = 0, 1, 0, 0
-    for length in range(1, LONGEST_PERIOD + 1):
-        first, last = _longest_run(signs, length)
-        count = (last - first) // length * length - 4 * length
-        if count > left_out:
-            left_out, period, start, stop = count, length, first, last
-    if not left_out:
+    turns = [i % 2 if checkpointing == "selective" else 0 for i in range(len(blocks))]
+    signs = list(zip(map(_signature, blocks.values()), kinds, turns, strict=True))
+    left_out, period, start = max(_runs(signs), key=lambda run: run[0], default=(0, 1, 0))
+    if left_out <= 0:
         return None
-    del blocks[stop - left_out : stop]
-    inner._modules.clear()
-    inner._modules.update(zip(keys, blocks, strict=False))
-    return Repetition(names, start + period, period, left_out // period)
+    kept = list(blocks.values())
+    del kept[start + period : start + period + left_out]
+    few = dict(zip(blocks, kept, strict=False))
+    return Repetition(blocks, few, names, start + period, period, left_out // period)
+
+
+def _runs(signs: Sequence[Any]) -> Iterator[tuple[int, int, int]]:
+    """Yield (blocks to leave out, period, first block) of each range in which each sign equals the one
+    `period` before. Four periods remain.
+    """
+    for period in range(1, min(LONGEST_PERIOD + 1, len(signs))):
+        unlike = [i for i in range(period, len(signs)) if signs[i] != signs[i - period]]
+        starts, stops = [0, *(i - period + 1 for i in unlike)], [*unlike, len(signs)]
+        for start, stop in zip(starts, stops, strict=True):
+            yield (stop - start) // period * period - 4 * period, period, start
 
 
 def _signature(block: nn.Module) -> Any:
@@ -141,68 +202,3 @@ def _plain(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_plain, value))
     return value is None or isinstance(value, int | float | str)
-
-
-def _longest_run(signs: Sequence[Any], period: int) -> tuple[int, int]:
-    """Return the longest range [start, stop) in which each sign equals the one `period` before."""
-    unlike = [i for i in range(period, len(signs)) if signs[i] != signs[i - period]]
-    starts, stops = [0, *(i - period + 1 for i in unlike)], [*unlike, len(signs)]
-    return max(zip(starts, stops, strict=True), key=lambda run: run[1] - run[0])
-
-
-@dataclass(frozen=True)
-class Repetition:
-    """Blocks `first` to `first + period` of the shortened list are the pattern of those left out,
-    `times` as many. The blocks that follow must do the same; the first and the last ones may differ.
-
-    Attributes:
-        names: the units of all blocks of the whole list, in order.
-    """
-
-    names: tuple[str, ...]
-    first: int
-    period: int
-    times: int
-
-    def whole(self, spans: Sequence[Span]) -> tuple[Span, ...] | None:
-        """Extend the spans of the shortened module to the whole one. None if the middle blocks did
-        not all do the same.
-        """
-        first, period, times = self.first, self.period, self.times
-        turn = next((i for i, s in enumerate(spans) if s.phase == "backward"), len(spans))
-
-        def begins(block: int, after: int, before: int) -> int:
-            found = (i for i in range(after, before) if self._block(spans[i].unit) == block)
-            return next(found, before)
-
-        # Forward: the pattern, the blocks like it, and the next. Backward: the other way round
-        a, b, c = (begins(first + n * period, 0, turn) for n in range(3))
-        d, e, f = (begins(first + n * period - 1, turn, len(spans)) for n in (2, 1, 0))
-        middle = range(first, first + 2 * period)
-        again = any(self._block(s.unit) in middle for s in (*spans[:a], *spans[c:d], *spans[f:]))
-        if again or not a < b < c < turn <= d < e < f < len(spans):
-            return None
-        more = spans[b].peak - spans[a].peak
-        pairs = ((a, b, b, c), (e, f, d, e))
-        for begin, end, other, last in pairs:
-            if [self._later(s, 1, more) for s in spans[begin:end]] != list(spans[other:last]):
-                return None
-        return (
-            *spans[:b],
-            *(self._later(s, n, more) for n in range(1, times + 1) for s in spans[a:b]),
-            *(self._later(s, times, more) for s in spans[b:e]),
-            *(self._later(s, n, more) for n in range(times, 0, -1) for s in spans[e:f]),
-            *spans[e:],
-        )
-
-    def _block(self, unit: str) -> int | None:
-        """Return the number of the block that a unit belongs to, None for no block."""
-        inside = (i for i, name in enumerate(self.names) if f"{unit}.".startswith(f"{name}."))
-        return next(inside, None)
-
-    def _later(self, span: Span, times: int, more: int) -> Span:
-        """Return `span` as it is with `times` more patterns before it, each of `more` bytes."""
-        unit, at = span.unit, self._block(span.unit)
-        if at is not None and at >= self.first:
-            unit = self.names[at + times * self.period] + unit[len(self.names[at]) :]
-        return replace(span, unit=unit, peak=span.peak + times * more)

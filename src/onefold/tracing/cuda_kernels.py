@@ -103,22 +103,15 @@ def _grouped_mm(
     bias: Any = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return the fake result of torch._grouped_mm, with rows padded to 16 bytes, in any dtype.
-    torch's own rule for fake tensors accepts bf16 only.
+    """Return the fake result of torch._grouped_mm in any dtype; torch's own rule for fake tensors
+    accepts bf16 only.
 
     a (rows, k), b (groups, k, n) -> (rows, n); a (m, rows), b (rows, n) -> (groups, m, n); a
-    (groups, m, k), b (k, rows) -> (m, rows).
+    (groups, m, k), b (groups, k, n) -> (groups, m, n); a (groups, m, k), b (k, rows) -> (m, rows).
     """
-    dtype = out_dtype or a.dtype
-    last = -(-b.shape[-1] * dtype.itemsize // 16) * 16 // dtype.itemsize
-    if a.dim() == b.dim() == 2:
-        shape: tuple[int, ...] = (offs.shape[0], a.shape[0], b.shape[1])
-    elif a.dim() == b.dim() == 3:
-        shape = (a.shape[0], a.shape[1], b.shape[2])
-    else:
-        shape = (a.shape[-2], b.shape[-1])
-    stride = (shape[1] * last, last, 1) if len(shape) == 3 else (last, 1)
-    return torch.empty_strided(shape, stride, dtype=dtype, device=a.device)
+    dims = a.dim(), b.dim()
+    groups = offs.shape if dims == (2, 2) else a.shape[:1] if dims == (3, 3) else ()
+    return a.new_empty((*groups, a.shape[-2], b.shape[-1]), dtype=out_dtype)
 
 
 #: {operation: function to run instead of torch's rule for fake tensors}

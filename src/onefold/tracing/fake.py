@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import copy
 import sys
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,6 +35,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from onefold.machine.flops import values_in
+from onefold.tracing.blocks import Repetition
 from onefold.tracing.cuda_kernels import STAND_INS
 
 #: Integer tensors above this many elements (a whole attention mask) are not computed.
@@ -46,6 +47,8 @@ _aten = torch.ops.aten
 _PICKS = (_aten.topk, _aten.argmax)
 _INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
 _ITEM = _aten._local_scalar_dense
+_ON_CONTENTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Integers:
@@ -53,60 +56,43 @@ class Integers:
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
-        # {id of a fake tensor: its contents}; an entry is removed when its fake tensor dies
-        self._known: dict[int, torch.Tensor] = {}
-        # Contents that an operation on unknown values has written to, by storage. They are kept
-        # alive so that no other storage gets the same address.
-        self._spoilt: dict[int, torch.Tensor] = {}
 
-    def learn(self, fake: torch.Tensor, real: torch.Tensor) -> None:
+    def learn(self, fake: Any, real: torch.Tensor) -> None:
         """Note that `fake` has the contents of `real`."""
-        if id(fake) not in self._known:
-            weakref.finalize(fake, self._known.pop, id(fake), None)
-        self._known[id(fake)] = real
+        fake.contents = real
 
     def contents(self, fake: torch.Tensor) -> torch.Tensor | None:
         """Return the real tensor behind `fake`, or None if its values are unknown."""
-        real = self._known.get(id(fake))
-        return None if real is None or real.untyped_storage()._cdata in self._spoilt else real
+        real: torch.Tensor | None = getattr(fake, "contents", None)
+        emptied = real is not None and real.numel() and not real.untyped_storage().nbytes()
+        return None if emptied else real
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `func` on fake tensors, and learn the contents of its results if possible."""
-        tensors = [t for t in values_in((args, kwargs)) if isinstance(t, torch.Tensor)]
-        whole = all(self.contents(t) is not None for t in tensors)
-        known = args, kwargs
-        if func.overloadpacket in _INDEXED:
+        packet, given = func.overloadpacket, (args, kwargs)
+        whole = all(self.contents(t) is not None for t in _tensors_in(given))
+        if packet in _INDEXED:
             args = (args[0], self._positions(args[1]), *args[2:])
-        elif func.overloadpacket is _aten.embedding:
+        elif packet is _aten.embedding:
             _check_rows(args[0], self.contents(args[1]))
-        elif (
-            torch.Tag.data_dependent_output in func.tags
-            or torch.Tag.dynamic_output_shape in func.tags
-        ):
+        elif not _ON_CONTENTS.isdisjoint(func.tags):
             return self._ask(func, args, kwargs, whole)
-        out = self._fake(func, args, kwargs)
-        results = [t for t in values_in(out) if isinstance(t, torch.Tensor)]
-        if func.overloadpacket in _PICKS and not whole:
-            self._balance(func, args, results[-1])
-        elif whole and results and all(_is_small(t) for t in results):
-            real = [
-                t for t in values_in(self._for_real(func, *known)) if isinstance(t, torch.Tensor)
-            ]
-            for fake, contents in zip(results, real, strict=True):
-                self.learn(fake, contents)
-        elif func._schema.is_mutable and not whole:
-            self._spoil(func, args, kwargs)
-        return out
-
-    def _fake(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        rule = STAND_INS.get(func.overloadpacket)
         try:
-            return func(*args, **kwargs) if rule is None else rule(*args, **kwargs)
+            out = STAND_INS.get(packet, func)(*args, **kwargs)
         except UnsupportedOperatorException as error:
             raise ValueError(
                 f"the forward pass calls {func}, and nobody has told torch which shape it returns:"
                 " register one with torch.library.register_fake, or plan by formulas."
             ) from error
+        results = _tensors_in(out)
+        if packet in _PICKS and not whole:
+            self._balance(packet, args, results[-1])
+        elif whole and results and all(map(_is_small, results)):
+            for fake, real in zip(results, _tensors_in(self._for_real(func, *given)), strict=True):
+                self.learn(fake, real)
+        elif func._schema.is_mutable and not whole:
+            self._spoil(func, args, kwargs)
+        return out
 
     # -- the ways to know --------------------------------------------------------------------------
 
@@ -122,14 +108,10 @@ class Integers:
             return tree_map_only(torch.Tensor, self._fake_like, real)
         if func.overloadpacket is _ITEM:
             return self._assumed(args[0])
-        if (
-            func.overloadpacket is _aten.masked_select
-            and (mask := self.contents(args[1])) is not None
-        ):
-            count = int(
-                torch.broadcast_to(mask, torch.broadcast_shapes(mask.shape, args[0].shape)).sum()
-            )
-            return torch.empty(count, dtype=args[0].dtype, device="cpu")
+        if func.overloadpacket is _aten.masked_select:
+            size = torch.broadcast_shapes(*(t.shape for t in args))
+            source, mask = (self.call(_aten.expand.default, (t, size), {}) for t in args)
+            return self.call(_aten.index.Tensor, (source, [mask]), {})
         try:
             return func(*args, **kwargs)
         except Exception as error:
@@ -169,14 +151,12 @@ class Integers:
                 out.append(index)
         return out
 
-    def _balance(self, func: Any, args: Any, picked: torch.Tensor) -> None:
+    def _balance(self, packet: Any, args: Any, picked: torch.Tensor) -> None:
         """Set a router's choices so that all experts are used equally."""
-        scores, at = args[0], 2 if func.overloadpacket is _aten.topk else 1
+        scores, at = args[0], 2 if packet is _aten.topk else 1
         # topk picks along the last dimension by default; argmax must name its dimension
         dim = args[at] if len(args) > at else -1 if at == 2 else None
-        if dim is None or scores.dim() == 0 or dim % scores.dim() != scores.dim() - 1:
-            return
-        if picked.numel() > LARGEST:
+        if dim not in (-1, scores.dim() - 1) or scores.dim() == 0 or picked.numel() > LARGEST:
             return
         with unset_fake_temporarily():
             rows = torch.arange(picked.numel(), device="cpu") % scores.shape[-1]
@@ -184,15 +164,20 @@ class Integers:
         self.notes["routing by computed scores was taken as balanced"] = None
 
     def _spoil(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """Forget the contents of what an operation on unknown values writes to, and of its views: an
+        emptied storage says so.
+        """
         declared = func._schema.arguments
-        for argument, value in (
-            *zip(declared, args, strict=False),
-            *((a, kwargs.get(a.name)) for a in declared),
-        ):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for t in values_in(value):
-                    if isinstance(t, torch.Tensor) and (real := self._known.get(id(t))) is not None:
-                        self._spoilt[real.untyped_storage()._cdata] = real
+        given = {a.name: value for a, value in zip(declared, args, strict=False)} | kwargs
+        for a in declared:
+            if a.alias_info is not None and a.alias_info.is_write:
+                for t in _tensors_in(given.get(a.name)):
+                    if (real := self.contents(t)) is not None:
+                        real.untyped_storage().resize_(0)
+
+
+def _tensors_in(given: Any) -> list[torch.Tensor]:
+    return [t for t in values_in(given) if isinstance(t, torch.Tensor)]
 
 
 def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
@@ -212,48 +197,60 @@ def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
         )
 
 
+def _is_inexact(t: torch.Tensor) -> bool:
+    return t.dtype.is_floating_point or t.dtype.is_complex
+
+
 def _is_small(t: torch.Tensor) -> bool:
-    inexact = t.dtype.is_floating_point or t.dtype.is_complex
-    return t.layout is torch.strided and t.numel() <= (LARGEST_FLOATS if inexact else LARGEST)
-
-
-_CAST = (torch.float32, torch.float16, torch.bfloat16)
+    most = LARGEST_FLOATS if _is_inexact(t) else LARGEST
+    return t.layout is torch.strided and t.numel() <= most
 
 
 def fake_of(t: torch.Tensor, integers: Integers, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Return a fake copy of a module's parameter or buffer.
-    A parameter in fp32, bf16 or fp16 becomes `dtype`. `integers` learns the contents of an integer
-    buffer, unless it is on the meta device.
+    """Return a fake CPU tensor of the same size and strides. Floats become `dtype` (None: they keep
+    theirs). `integers` learns the contents of integers; those on the meta device are taken as zeros.
     """
+    kind = dtype if dtype is not None and t.dtype in _CAST else t.dtype
+    new = torch.empty_strided(t.size(), t.stride(), dtype=kind, device="cpu")
     if isinstance(t, nn.Parameter):
-        return nn.Parameter(_empty_like(t, dtype), requires_grad=t.requires_grad)
-    new = _empty_like(t)
-    inexact = t.dtype.is_floating_point or t.dtype.is_complex
-    if not (t.is_meta or inexact) and t.layout is torch.strided:
-        integers.learn(new, _contents(t))
+        return nn.Parameter(new, requires_grad=t.requires_grad)
+    if not _is_inexact(t) and _is_small(t):
+        with unset_fake_temporarily(), torch.no_grad():
+            if t.is_meta:
+                integers.learn(new, torch.zeros(t.size(), dtype=t.dtype, device="cpu"))
+            else:
+                integers.learn(new, t.detach().cpu().clone())
     return new
 
 
-def _empty_like(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    kind = dtype if dtype is not None and t.dtype in _CAST else t.dtype
-    return torch.empty_strided(t.size(), t.stride(), dtype=kind, device="cpu")
-
-
-def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the parameters, buffers and other tensors that a module keeps, some more than once."""
-    for inner in module.modules():
-        yield from (t for t in values_in(vars(inner)) if isinstance(t, torch.Tensor))
-
-
-def twin_of(module: nn.Module, integers: Integers, dtype: torch.dtype | None = None) -> nn.Module:
-    """Copy the module, with its hooks and settings, and with fake CPU tensors (`fake_of`). The copy
-    shares tensors where the module does. The caller must be inside a FakeTensorMode.
+def tensors_of(module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[torch.Tensor]:
+    """Yield the parameters, buffers and other tensors that a module keeps, some more than once.
+    `without` are modules inside it that are passed over.
     """
+    for _, inner in module.named_modules({*without}):
+        yield from _tensors_in(vars(inner))
+
+
+def twin_of(
+    module: nn.Module,
+    integers: Integers,
+    dtype: torch.dtype | None = None,
+    some: Repetition | None = None,
+) -> nn.Module:
+    """Copy the module, with its hooks and settings, and with fake CPU tensors (`fake_of`), parameters
+    in `dtype`. The copy shares tensors where the module does; of repeated blocks it has those of
+    `some`. The caller must be inside a FakeTensorMode.
+    """
+    left_out = {*some.blocks.values()} - {*some.few.values()} if some else ()
     memo: dict[int, Any] = {}
-    for t in tensors_of(module):
+    for t in tensors_of(module, left_out):
         if id(t) not in memo:
-            memo[id(t)] = fake_of(t, integers, dtype)
+            memo[id(t)] = fake_of(t, integers, dtype if isinstance(t, nn.Parameter) else None)
     try:
+        if some is not None:
+            few: dict[str, nn.Module] = {}
+            memo[id(some.blocks)] = few  # before they are copied, since a block may know its model
+            few.update(copy.deepcopy({**some.few}, memo))
         return copy.deepcopy(module, memo)
     except Exception as error:  # parts of a model may refuse to be copied in any way
         raise ValueError(
@@ -262,62 +259,31 @@ def twin_of(module: nn.Module, integers: Integers, dtype: torch.dtype | None = N
         ) from error
 
 
-def _contents(t: torch.Tensor) -> torch.Tensor:
-    """Return a CPU copy of a tensor's contents; zeros for one on the meta device."""
-    with unset_fake_temporarily(), torch.no_grad():
-        return (
-            torch.zeros(t.size(), dtype=t.dtype, device="cpu")
-            if t.is_meta
-            else t.detach().cpu().clone()
-        )
-
-
 def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any:
-    """Return the batch as fake CPU tensors of the same sizes and strides.
-
-    Integers keep their contents; those on the meta device are taken as zeros. Floats become `dtype`
-    (None: they keep theirs).
-    """
-
+    """Return the batch with fake tensors (`fake_of`), shared where the batch shares them."""
     seen: dict[int, torch.Tensor] = {}
 
     def fake(t: torch.Tensor) -> torch.Tensor:
-        if id(t) in seen:
-            return seen[id(t)]
-        seen[id(t)] = new = _empty_like(t, dtype)
-        if not t.dtype.is_floating_point and not t.dtype.is_complex:
-            integers.learn(new, _contents(t))
-        return new
+        if id(t) not in seen:
+            seen[id(t)] = fake_of(t, integers, dtype)
+        return seen[id(t)]
 
     return tree_map_only(torch.Tensor, fake, batch)
 
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """New tensors are fake inside the context, and random numbers are as before behind it."""
-    with (
-        torch.random.fork_rng(devices=[]),
-        _passing_as_real(),
-        FakeTensorMode(allow_non_fake_inputs=True),
-    ):
-        yield
-
-
-@contextmanager
-def _passing_as_real() -> Iterator[None]:
-    """Make transformers treat fake tensors as real ones, inside the context.
+    """New tensors are fake inside the context, and random numbers are as before behind it.
 
     transformers does not look at the values of fake tensors. It then builds attention masks of
     length x length, which it leaves out in training. Here the values are known (`Integers`), and a
-    trace must see what training does.
+    trace must see what training does: fake tensors pass as real ones.
     """
-    names = ("transformers.utils.import_utils", "transformers.utils.generic")
-    asked = [vars(m) for m in map(sys.modules.get, names) if m is not None]
-    before = [(own, own["is_fake_tensor"]) for own in asked if "is_fake_tensor" in own]
-    try:
-        for own, _ in before:
-            own["is_fake_tensor"] = lambda _: False
+    with ExitStack() as inside:
+        inside.enter_context(torch.random.fork_rng(devices=[]))
+        for name in ("transformers.utils.import_utils", "transformers.utils.generic"):
+            asked = sys.modules.get(name)
+            if hasattr(asked, "is_fake_tensor"):
+                inside.enter_context(mock.patch.object(asked, "is_fake_tensor", lambda _: False))
+        inside.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
-    finally:
-        for own, answer in before:
-            own["is_fake_tensor"] = answer

@@ -1,7 +1,7 @@
 """Trace the activations of a real module without allocating them: what its forward pass saves, and
 what its backward pass needs in addition.
 
-    module ──► copy of fake tensors ──► forward, backward ──► what comes and goes ──► Trace
+    module ──► copy of fake tensors ──► forward, backward ──► what comes and goes ──► Activity
                (tracing/fake.py)        (its own code)        (tracing/watch.py)
 
 Only integer tensors are allocated (tracing/fake.py says why), and of many equal blocks only a few
@@ -24,54 +24,59 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from onefold.machine.flops import values_in
+from onefold.recipe import COMPUTE_DTYPES
+from onefold.recipe.options import Precision
 from onefold.runtime.units import find_units
-from onefold.tracing.blocks import Checkpointing, recompute, shorten
+from onefold.tracing.blocks import Checkpointing, Repetition, recompute, shorter
 from onefold.tracing.calling import backward, call, loss_of, vocabulary_of
 from onefold.tracing.cuda_kernels import CudaKernels
 from onefold.tracing.fake import Integers, fake_batch, fake_tensors, tensors_of, twin_of
-from onefold.tracing.watch import Span, Watch
-
-Precision = Literal["fp32", "bf16", "fp16"] | None
-_DTYPES: Mapping[str | None, torch.dtype | None] = {
-    None: None, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
-}  # fmt: skip
+from onefold.tracing.watch import Pass, UnitActivity, Watch
 
 
 @dataclass(frozen=True)
-class Trace:
-    """Activations of one micro-batch.
+class Activity:
+    """Activations and FLOPs of one micro-batch.
 
     Attributes:
-        spans: the step from beginning to end. Added to what the engine holds at those times, their
-            bytes give the joint peak.
-        notes: the trace's assumptions, as sentences.
+        rows: in the order of the forward pass.
+        notes: what was assumed, as sentences.
+        beside: bytes that other micro-batches keep meanwhile.
     """
 
-    spans: tuple[Span, ...]
+    rows: Sequence[UnitActivity]
     notes: tuple[str, ...] = ()
+    beside: int = 0
+
+    @cached_property
+    def passes(self) -> Mapping[tuple[str, str], Pass]:
+        """The passes of each unit by (phase, unit): all bytes at their highest moment."""
+        out: dict[tuple[str, str], Pass] = {}
+        below = self.beside
+        for row in self.rows:
+            for phase, one in (("forward", row.forward), ("backward", row.backward)):
+                here, before = one.above(below), out.get((phase, row.unit), Pass())
+                highest = max(here, before)
+                out[phase, row.unit] = highest._replace(flops=here.flops + before.flops)
+            below += row.kept
+        return out
+
+    @property
+    def flops(self) -> float:
+        return sum(one.flops for one in self.passes.values())
 
     @property
     def peak(self) -> int:
-        """The most bytes in memory during the step, including gradients that have not arrived."""
-        return max(s.peak for s in self.spans)
-
-    @property
-    def saved(self) -> int:
-        """Bytes that autograd keeps for the backward pass."""
-        return sum(s.saved for s in self.spans)
-
-    @property
-    def logits(self) -> int:
-        """How many of `saved` are logits."""
-        return sum(s.kept_logits for s in self.spans)
+        return max((one.nbytes for one in self.passes.values()), default=0)
 
 
 def trace(
@@ -79,11 +84,11 @@ def trace(
     batch: Any,
     *,
     checkpointing: Checkpointing = "none",
-    precision: Precision = "fp32",
+    precision: Precision | None = "fp32",
     device: str | torch.device = "cpu",
     units: Sequence[str | type] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
-) -> Trace:
+) -> Activity:
     """Run forward and backward of a copy of `module` on fake tensors and record what is in memory
     when.
 
@@ -107,10 +112,11 @@ def trace(
         ValueError: the module cannot be traced (the message says why), or an argument is none of
             the above.
     """
-    if precision not in _DTYPES:
+    if precision not in (None, *COMPUTE_DTYPES):
         raise ValueError(
-            f"precision={precision!r}: expected one of {', '.join(filter(None, _DTYPES))}, or None."
+            f"precision={precision!r}: expected one of {', '.join(COMPUTE_DTYPES)}, or None."
         )
+    dtype = COMPUTE_DTYPES[precision] if precision is not None else None
     where = torch.device(device).type
     if where not in ("cpu", "cuda"):
         raise ValueError(
@@ -118,13 +124,13 @@ def trace(
         )
     names = [spec.name for spec in find_units(module, units) if spec.name]
 
-    def traced(few: bool) -> Trace | None:
+    few = shorter(module, names, checkpointing)
+
+    def traced(some: Repetition | None) -> Activity | None:
         integers = Integers()
-        twin = twin_of(module, integers, _DTYPES[precision]).train()
+        twin = twin_of(module, integers, dtype, some).train()
         recompute(twin, checkpointing)
-        left_out = shorten(twin, names) if few else None
-        casts = _DTYPES[precision] if precision in ("bf16", "fp16") else None
-        given = fake_batch(batch, casts, integers)
+        given = fake_batch(batch, dtype if precision != "fp32" else None, integers)
         own = {t.untyped_storage()._cdata for t in tensors_of(twin)}
         watch = Watch(vocabulary_of(module), own, integers.call)
         for name, inner in twin.named_modules():
@@ -133,20 +139,32 @@ def trace(
         for param in twin.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(watch.take)
-        _step(twin, given, watch, loss or loss_of, CudaKernels() if where == "cuda" else None)
+        for t in values_in(dict(given) if isinstance(given, Mapping) else given):
+            if isinstance(t, torch.Tensor):
+                watch.key(t)
+        t = None  # the loop's name would keep it
+        with torch.enable_grad(), CudaKernels() if where == "cuda" else nullcontext(), watch:
+            with saved_tensors_hooks(watch.pack, lambda t: t):
+                scalar = (loss or loss_of)(call(twin, given))
+            if not scalar.requires_grad:
+                raise ValueError(
+                    "the loss depends on no trainable parameter, so there is no backward pass to"
+                    " trace: unfreeze some parameters."
+                )
+            backward(scalar)
         notes = list(integers.notes)
         if any(isinstance(m, nn.RNNBase) for m in module.modules()):
             notes.append("recurrent layers keep workspaces of their kernels, which are not counted")
-        spans = left_out.whole(watch.read()) if left_out else watch.read()
-        return Trace(spans, tuple(notes)) if spans else None
+        rows = some.whole(watch.rows()) if some else watch.rows()
+        return Activity(rows, tuple(notes)) if rows else None
 
     with _without_collector(), fake_tensors():
-        found = traced(few=True) or traced(few=False)
+        found = traced(few) or traced(None)
     assert found is not None
     return found
 
 
-def between(traced: Callable[[int], Trace], samples: int) -> Trace:
+def between(traced: Callable[[int], Activity], samples: int) -> Activity:
     """Return the trace of a micro-batch of any size, from those whose sizes are powers of two: bytes
     and FLOPs grow with the samples nearly in a straight line. A micro-batch is traced by itself if
     the two around it differ in more than sizes (a router's remainder).
@@ -155,18 +173,17 @@ def between(traced: Callable[[int], Trace], samples: int) -> Trace:
     if samples in (3, low):  # of one sample, fewer copies are made
         return traced(samples)
     a, b = traced(low), traced(2 * low)
-    if [(s.unit, s.phase) for s in a.spans] != [(s.unit, s.phase) for s in b.spans]:
+    if [row.unit for row in a.rows] != [row.unit for row in b.rows]:
         return traced(samples)
 
-    def line(x: int, y: int) -> Any:
+    def line(x: Any, y: Any) -> Any:
+        if isinstance(x, tuple):
+            return x._make(map(line, x, y))  # type: ignore[attr-defined]
+        if isinstance(x, str):
+            return x
         return -(-((2 * low - samples) * x + (samples - low) * y) // low)
 
-    numbers = [f.name for f in fields(Span) if f.name not in ("unit", "phase", "changes")]
-    spans = (
-        replace(x, **{name: line(getattr(x, name), getattr(y, name)) for name in numbers})
-        for x, y in zip(a.spans, b.spans, strict=True)
-    )
-    return replace(a, spans=tuple(spans))
+    return replace(a, rows=list(map(line, a.rows, b.rows)))
 
 
 @contextmanager
@@ -181,26 +198,3 @@ def _without_collector() -> Iterator[None]:
     finally:
         if collects:
             gc.enable()
-
-
-def _step(
-    module: nn.Module,
-    batch: Any,
-    watch: Watch,
-    loss: Callable[[Any], torch.Tensor],
-    kernels: CudaKernels | None,
-) -> None:
-    """Run forward and backward under `watch`."""
-    for t in values_in(dict(batch) if isinstance(batch, Mapping) else batch):
-        if isinstance(t, torch.Tensor):
-            watch.key(t)
-    t = None  # the loop's name would keep it
-    with torch.enable_grad(), kernels or nullcontext(), watch:
-        with saved_tensors_hooks(watch.pack, lambda t: t):
-            scalar = loss(call(module, batch))
-        if not scalar.requires_grad:
-            raise ValueError(
-                "the loss depends on no trainable parameter, so there is no backward pass to trace:"
-                " unfreeze some parameters."
-            )
-        backward(scalar)

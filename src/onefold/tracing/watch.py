@@ -1,16 +1,23 @@
 """What a step keeps in memory and computes, unit by unit, watched while it runs.
 
-    forward     (root)   block.0        block.1        (root)             a span: one unit runs
+    forward     (root)   block.0        block.1        (root)             a row: one run of a unit
     storages    + +      + + - + +      + + - + +      + - +              come and go
     backward    (root)   block.1        block.0
     storages    - + -    + + - + -      + - + - + -
 
-A gradient looks like any other activation until it arrives. A span therefore lists the storages
-that come and go, and their sums are made when the step is over (`Watch.read`).
+A row is one run of a unit in the forward pass, and what the backward pass does for it:
+
+    row         (root)   block 0   block 1   (root)
+    kept        ▒        ▓         ▓         ▒          bytes that wait for the backward pass
+    forward     ░        ░         ░         ░          the highest moment of each pass, beyond what
+    backward    ░        ░         ░         ░          earlier rows keep
+
+A gradient looks like any other activation until it arrives. The watch therefore lists the storages
+that come and go, and their sums are made when the step is over (`Watch.rows`).
 
 [Note: whose backward it is] Autograd numbers its nodes in the order in which the forward pass makes
-them. A node in the backward pass belongs to the unit that ran when its number was given out.
-Recomputation under checkpointing makes nodes with new numbers; they belong to the unit whose node
+them. A node in the backward pass belongs to the row that ran when its number was given out.
+Recomputation under checkpointing makes nodes with new numbers; they belong to the row whose node
 started the recomputation.
 
 [Note: sums in place] If a tensor has several uses, autograd adds up the gradients of the uses. It
@@ -23,55 +30,67 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
-from onefold.machine.flops import flop_formulas
+from onefold.machine.flops import flop_formulas, values_in
 from onefold.offload.activations import SMALLEST
 
 ROOT = "(root)"
 _aten = torch.ops.aten
-_IGNORED = {torch.ops.prim.device.default}
 
 
-@dataclass
-class Span:
-    """A part of the step in which one unit runs.
+class Pass(NamedTuple):
+    """A unit's forward or backward pass, with recomputation.
 
     Attributes:
-        phase: "forward" or "backward". Recomputation is backward.
-        peak: the most bytes in memory, without parameters and buffers. `logits` of them are tensors
+        nbytes: at its highest moment, without parameters and buffers. `logits` of them are tensors
             over the vocabulary, `gradients` parameters' gradients that nobody has taken yet.
-        saved: bytes that autograd keeps for the backward pass from here on, of which `kept_logits`
-            are logits. movable: the part of them in storages large enough to be offloaded to the
-            host. largest: the bytes of the largest of these.
         flops: of matrix products.
     """
 
-    unit: str
-    phase: str
-    peak: int = 0
+    nbytes: int = 0
     logits: int = 0
     gradients: int = 0
-    saved: int = 0
-    kept_logits: int = 0
+    flops: float = 0
+
+    def plus(self, nbytes: int) -> Pass:
+        """Return the pass with more bytes below it (or fewer)."""
+        return self._replace(nbytes=self.nbytes + nbytes)
+
+    def above(self, nbytes: int) -> Pass:
+        """Return the pass with other bytes below it."""
+        return self._replace(nbytes=max(self.nbytes + nbytes, self.logits + self.gradients))
+
+
+class UnitActivity(NamedTuple):
+    """One row.
+
+    Attributes:
+        kept: bytes that its forward pass leaves, of which `logits` are logits.
+        forward, backward: beyond what earlier rows keep.
+        movable: the bytes of `kept` in storages large enough for the host, which may hold them until
+            the backward pass. largest: the bytes of the largest of these.
+    """
+
+    unit: str
+    kept: int = 0
+    forward: Pass = Pass()
+    backward: Pass = Pass()
+    logits: int = 0
     movable: int = 0
     largest: int = 0
-    flops: int = 0
-    # (key of a storage, bytes that come with it, or go: less than 0)
-    changes: list[tuple[int, int]] = field(default_factory=list, repr=False, compare=False)
 
 
 class Watch(TorchDispatchMode):
     """A dispatch mode that watches the operations inside it.
 
-    It works below a FakeTensorMode and on real tensors, because it follows storages, not contents.
+    It works below a FakeTensorMode, and follows storages, not contents.
     """
 
     def __init__(
@@ -85,18 +104,23 @@ class Watch(TorchDispatchMode):
         """
         super().__init__()
         self._vocabulary, self._excluded, self._call = vocabulary, excluded, call
+        self._units: list[str] = []  # of each row
         self._stack = [ROOT]
-        self.spans: list[Span] = []
-        self._numbers: list[int] = []  # autograd's number at the beginning of each span
+        self._now = -1, "forward"  # the row and the pass that run
+        # (autograd's number, the row) whenever another one begins to run
+        self._begun: list[tuple[int, int]] = []
+        # (row and pass, key of a storage, bytes that come with it, or go: less than 0)
+        self._changes: list[tuple[tuple[int, str], int, int]] = []
+        self._flops: Counter[tuple[int, str]] = Counter()
         self._keys: dict[int, int] = {}  # of living storages
         self._count = 0
-        self._saved: set[int] = set()
+        self._saved: dict[int, tuple[int, int]] = {}  # {key: (row, bytes)}
         self._wide: set[int] = set()
         self._gradients: set[int] = set()
         self._sum = -1, -1, False  # the last sum of gradients: its key, its donor, in place
         self._sums: list[tuple[int, int]] = []  # (donor, sum)
         self._formulas = flop_formulas()
-        self._run(ROOT, "forward")
+        self._runs(ROOT)
 
     # -- who runs ----------------------------------------------------------------------------------
 
@@ -105,48 +129,58 @@ class Watch(TorchDispatchMode):
         module.register_forward_pre_hook(lambda *_: self._enter(name), prepend=True)
         module.register_forward_hook(lambda *_: self._leave(), always_call=True)
 
-    def _run(self, unit: str, phase: str) -> None:
-        if not self.spans or (self.spans[-1].unit, self.spans[-1].phase) != (unit, phase):
-            self.spans.append(Span(unit, phase))
-            self._numbers.append(torch.autograd._get_sequence_nr())
+    def _runs(self, unit: str) -> None:
+        """In the forward pass a unit begins a row, in the backward pass it has one: of its rows up to
+        the one that runs, the last.
+        """
+        if not _in_backward():
+            if self._units[-1:] != [unit]:
+                self._units.append(unit)
+            self._goes_to(len(self._units) - 1, "forward")
+            return
+        rows = [row for row, name in enumerate(self._units) if name == unit]
+        at = bisect_right(rows, self._now[0])
+        self._goes_to(rows[max(0, at - 1)], "backward")
+
+    def _goes_to(self, row: int, phase: str) -> None:
+        if self._now != (row, phase):
+            self._now = row, phase
+            self._begun.append((torch.autograd._get_sequence_nr(), row))
+            self._changes.append((self._now, -1, 0))
 
     def _enter(self, unit: str) -> None:
         self._stack.append(unit)
-        self._run(unit, self._phase)
+        self._runs(unit)
 
     def _leave(self) -> None:
         self._stack.pop()
-        again = self._phase == "backward" and len(self._stack) == 1
-        self._run(self.spans[-1].unit if again else self._stack[-1], self._phase)
-
-    @property
-    def _phase(self) -> str:
-        return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+        if len(self._stack) > 1 or not _in_backward():  # else what was recomputed goes on
+            self._runs(self._stack[-1])
 
     def _follow_backward(self) -> None:
-        """Note which unit the running backward node is of. See [Note: whose backward it is]."""
+        """Note whose backward node runs. See [Note: whose backward it is]."""
         node = torch._C._current_autograd_node()
         # Inside a recomputation, the unit's own hooks call `_enter`
         if node is None or len(self._stack) > 1:
             return
         number = node._sequence_nr()
         if number < 1 << 62:  # the accumulation of a parameter's gradient has no number
-            at = max(0, bisect_right(self._numbers, number) - 1)
-            self._run(self.spans[at].unit, "backward")
+            at = bisect_right(self._begun, number, key=lambda begun: begun[0])
+            self._goes_to(self._begun[max(0, at - 1)][1], "backward")
 
     # -- what it holds -----------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.prim.device.default:  # asked twice for each operation
+            return args[0].fake_device
         kwargs = kwargs or {}
-        if func in _IGNORED:
-            return func(*args, **kwargs)
-        if self._phase == "backward":
+        if _in_backward():
             self._follow_backward()
         donor = self._donor(func, args)
         out = self._call(func, args, kwargs)
         if (formula := self._formulas.get(func.overloadpacket)) is not None:
-            self.spans[-1].flops += int(formula(*args, **kwargs, out_val=out))
-        for t in tree_iter(out):
+            self._flops[self._now] += int(formula(*args, **kwargs, out_val=out))
+        for t in values_in(out):
             if isinstance(t, torch.Tensor):
                 self.key(t)
         if donor is not None:
@@ -155,15 +189,11 @@ class Watch(TorchDispatchMode):
 
     def _donor(self, func: Any, args: Any) -> torch.Tensor | None:
         """Return the gradient to which a sum of gradients would be added. See [Note: sums in place]."""
-        if (
-            func is not _aten.add.Tensor
-            or torch.is_grad_enabled()
-            or self._phase == "forward"
-            or not isinstance(args[1], torch.Tensor)
-        ):
+        if func is not _aten.add.Tensor or torch.is_grad_enabled() or not _in_backward():
             return None
-        alike = args[0].shape == args[1].shape and args[0].dtype == args[1].dtype
-        return args[0] if alike else None
+        first, other = args
+        alike = isinstance(other, torch.Tensor) and first.shape == other.shape
+        return first if alike and first.dtype == other.dtype else None
 
     def key(self, t: torch.Tensor) -> int:
         """Return the number of the storage of `t`, which may be new; -1 if it is no activation."""
@@ -176,34 +206,26 @@ class Watch(TorchDispatchMode):
             self._count += 1
             if t.dim() > 1 and t.shape[-1] == self._vocabulary:
                 self._wide.add(key)
-            self.spans[-1].changes.append((key, nbytes))
+            self._changes.append((self._now, key, nbytes))
             weakref.finalize(storage, self._gone, identity, key, nbytes).atexit = False
         return self._keys[identity]
 
     def _gone(self, identity: int, key: int, nbytes: int) -> None:
         if self._keys.get(identity) == key:
             del self._keys[identity]
-        changes = self.spans[-1].changes
         total, donor, in_place = self._sum
-        if key == donor and changes[-1:] == [(total, nbytes)]:
+        if key == donor and self._changes[-1] == (self._now, total, nbytes):
             self._sums.append((donor, total))
             if in_place:  # one storage
-                changes.pop()
+                self._changes.pop()
                 return
-        changes.append((key, -nbytes))
+        self._changes.append((self._now, key, -nbytes))
 
     # -- what autograd says ------------------------------------------------------------------------
 
     def pack(self, t: torch.Tensor) -> torch.Tensor:
         """Note that `t` is saved; the pack hook of saved_tensors_hooks."""
-        key, nbytes, span = self.key(t), t.untyped_storage().nbytes(), self.spans[-1]
-        if key >= 0 and key not in self._saved:
-            self._saved.add(key)
-            span.saved += nbytes
-            span.kept_logits += nbytes if key in self._wide else 0
-            if nbytes >= SMALLEST:
-                span.movable += nbytes
-                span.largest = max(span.largest, nbytes)
+        self._saved.setdefault(self.key(t), (self._now[0], t.untyped_storage().nbytes()))
         # A node that saves its own output must not hold the tensor that holds the node.
         return t if t.grad_fn is None else t.detach()
 
@@ -213,22 +235,33 @@ class Watch(TorchDispatchMode):
             self._gradients.add(self.key(param.grad))
             param.grad = None
 
-    def read(self) -> tuple[Span, ...]:
-        """Return the spans of the step, with their peaks."""
-        gradients = set(self._gradients)
+    def rows(self) -> list[UnitActivity]:
+        """Return the rows of the step."""
+        gradients = self._gradients
         for donor, total in reversed(self._sums):  # what a parameter's gradient began as
             if total in gradients:
                 gradients.add(donor)
-        logits = self._wide - gradients
-        now = 0, 0, 0
-        out = []
-        for span in self.spans:
-            most = now
-            for key, n in span.changes:
-                now = now[0] + n, now[1] + n * (key in logits), now[2] + n * (key in gradients)
-                most = now if now[0] > most[0] else most
-            peak, of_logits, of_gradients = most
-            out.append(
-                replace(span, peak=peak, logits=of_logits, gradients=of_gradients, changes=[])
+        logits, now, highest = self._wide - gradients, Pass(), dict[tuple[int, str], Pass]()
+        for at, key, n in self._changes:
+            now = Pass(now[0] + n, now[1] + n * (key in logits), now[2] + n * (key in gradients))
+            if at not in highest or now.nbytes > highest[at].nbytes:
+                highest[at] = now
+        self._saved.pop(-1, None)
+        out, below = [], 0
+        for row, unit in enumerate(self._units):
+            saved = {key: n for key, (owner, n) in self._saved.items() if owner == row}
+            large = [n for n in saved.values() if n >= SMALLEST]
+            forward, backward = (
+                highest.get(at, Pass(below))._replace(flops=self._flops[at]).plus(-below)
+                for at in ((row, "forward"), (row, "backward"))
             )
-        return tuple(out)
+            kept = sum(saved.values())
+            wide = sum(n for key, n in saved.items() if key in self._wide)
+            most = max(large, default=0)
+            out.append(UnitActivity(unit, kept, forward, backward, wide, sum(large), most))
+            below += kept
+        return out
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
