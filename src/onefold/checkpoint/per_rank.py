@@ -38,19 +38,6 @@ def capture() -> dict[str, Any]:
     }
 
 
-def stream_of(rank: int, data_of: list[int], saved: list[int]) -> tuple[int, int, int]:
-    """Return (the rank whose saved generators `rank` starts from, its number among those that draw
-    different numbers, how many such streams were saved).
-
-    Args:
-        data_of: the number of each rank's data coordinate. saved: the same of the ranks that saved.
-    """
-    if data_of == saved:
-        return rank, rank, len(saved)
-    firsts = [saved.index(at) for at in sorted(set(saved))]
-    return firsts[data_of[rank] % len(firsts)], data_of[rank], len(firsts)
-
-
 def random_of(source: FolderSource, rank: int) -> dict[str, Any]:
     """Return the state of generators that `rank` saved.
     Raises: CheckpointError: it is none. What the generators do not check themselves is checked here.
@@ -72,25 +59,31 @@ def random_of(source: FolderSource, rank: int) -> dict[str, Any]:
 
 
 def restored(source: FolderSource, rank: int, data_of: list[int]) -> Callable[[], None] | None:
-    """Read what `rank` takes over, and return what sets its generators, if any were saved. See `stream_of`."""
+    """Read what `rank` takes over, and return what sets its generators, if any were saved.
+
+    `data_of`: the number of each rank's data coordinate.
+    """
     saved = source.value("data_of") or list(range(sum(i.kind == "rng" for i in source.records)))
     if not saved:
         return None
-    whose, number, streams = stream_of(rank, data_of, saved)
-    return partial(restore, random_of(source, whose), number, streams)
+    whose, new = rank, None
+    if data_of != saved:
+        firsts, at = [saved.index(at) for at in sorted(set(saved))], data_of[rank]
+        whose, new = firsts[at % len(firsts)], at if at >= len(firsts) else None
+    return partial(restore, random_of(source, whose), new)
 
 
-def restore(state: dict[str, Any], rank: int, saved_ranks: int) -> None:
-    """Set the generators of `rank` from the state that rank `rank % saved_ranks` saved."""
+def restore(state: dict[str, Any], new: int | None = None) -> None:
+    """Set the generators from a state; with a seed of its own, drawn from them, for a `new` stream."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     here = default_device()
     if here.type != "cpu" and here.type in state:
         set_rng_state(state[here.type], here)
-    if rank >= saved_ranks:
+    if new is not None:
         draws = np.random.SeedSequence(
-            [*np.random.randint(0, 2**31, 4).tolist(), rank]
+            [*np.random.randint(0, 2**31, 4).tolist(), new]
         ).generate_state(3)
         random.seed(int(draws[0]))
         np.random.seed(int(draws[1]))

@@ -67,7 +67,7 @@ def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
         ran.append(name)
 
     run.optimizer.zero_grad()
-    restore(generators, 0, 1)
+    restore(generators)
     with contextlib.ExitStack() as stack:
         for unit in engine.units:
             if (module := unit.module()) is not None:
