@@ -186,8 +186,12 @@ def collect(
             _collect_optimizers(out, engine, of_stage(engine, engines, optimizers), known)
         # The first stage alone stores what belongs to no parameter
         if first in home.group.ranks:
-            if home.rank == 0:
-                _collect_first(out, things)
+            if home.rank == 0:  # what is equal on all ranks
+                for name in ("scheduler", "scaler"):
+                    if things[name] is not None:
+                        out.values[name] = encode(state_of(things[name], name), name)
+                if things["extra"] is not None:
+                    out.values["extra"] = encode(things["extra"], "extra", out.keep)
             data = things["data"]
             out.values["data"] = None if data is None else encode(state_of(data, "data"), "data")
             text = json.dumps(encode(per_rank.capture(), "the random state")).encode()
@@ -326,15 +330,6 @@ def _chosen(entries: Collection[Entry], frozen: bool | Collection[str]) -> set[E
             f"frozen={what}: expected True, False, or a list with names of the model's parameters."
         )
     return {e for e in entries if e.param.requires_grad or not names.isdisjoint(e.names)}
-
-
-def _collect_first(out: RankState, things: Mapping[str, Any]) -> None:
-    """Add what only the first rank stores: values that are equal on all ranks."""
-    for name in ("scheduler", "scaler"):
-        if things[name] is not None:
-            out.values[name] = encode(state_of(things[name], name), name)
-    if things["extra"] is not None:
-        out.values["extra"] = encode(things["extra"], "extra", out.keep)
 
 
 def brought(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
