@@ -109,9 +109,15 @@ class Checkpointer:
         Raises:
             CheckpointError: this save failed, or the previous asynchronous one did.
         """
-        if self._saving is not None and self.busy == "skip" and self._any_running():
-            self.skipped += 1
-            return None
+        if self._saving is not None and self.busy == "skip":
+            # All ranks must decide alike, and the save under way uses the checkpoint's communicator
+            mine = bytes(
+                [255, running(self._engine) is not None]
+            )  # no other message has this length
+            context = self._engine.context("control", "(checkpoint)", "state")
+            if self._engine.group.any_of(mine, context)[1]:
+                self.skipped += 1
+                return None
         self.wait()
         number = step_of(step)
         if number is None:
@@ -125,13 +131,6 @@ class Checkpointer:
             save(path, model=self.model, step=step, overwrite=True, **parts)
             self._prune(path)
         return path
-
-    def _any_running(self) -> bool:
-        """Return whether the save is still under way on any rank. All ranks must decide alike."""
-        # On the training's communicator: the save itself uses the checkpoint's communicator
-        mine = bytes([255, running(self._engine) is not None])  # no other message has this length
-        context = self._engine.context("control", "(checkpoint)", "state")
-        return bool(self._engine.group.any_of(mine, context)[1])
 
     def wait(self) -> None:
         """Wait until no save is under way. Raises: CheckpointError: the last save failed."""

@@ -211,7 +211,13 @@ class TensorFile:
             raise CheckpointError(f"{self.path} cannot be read: {error.strerror}.") from None
         try:
             self.nbytes = os.fstat(self._file).st_size
-            self._head = self._read_head()
+            length = int.from_bytes(os.pread(self._file, 8, 0), "little")
+            if self.nbytes < 8 or length > min(LARGEST_HEADER, self.nbytes - 8):
+                raise DamagedCheckpoint(
+                    f"{self.path} is no safetensors file: it has {self.nbytes} bytes and says that its"
+                    f" header has {length}."
+                )
+            self._head = os.pread(self._file, 8 + length, 0)
             self.header = self._parse()
             sums = self.header.get(SUMS) if checked else None
             raw = b"" if sums is None else os.pread(self._file, sums.end - sums.begin, sums.begin)
@@ -225,15 +231,6 @@ class TensorFile:
     def digest(self) -> str:
         """SHA-256 of header and checksums, and with them of all that is in the file."""
         return _digest(self._head, self._sums)
-
-    def _read_head(self) -> bytes:
-        length = int.from_bytes(os.pread(self._file, 8, 0), "little")
-        if self.nbytes < 8 or length > min(LARGEST_HEADER, self.nbytes - 8):
-            raise DamagedCheckpoint(
-                f"{self.path} is no safetensors file: it has {self.nbytes} bytes and says that its"
-                f" header has {length}."
-            )
-        return os.pread(self._file, 8 + length, 0)
 
     def _parse(self) -> dict[str, TensorSpan]:
         try:

@@ -68,7 +68,14 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return _encode_array(value, where, keep)
     if isinstance(value, dict):
-        return _encode_dict(value, where, keep)
+        counter = type(value) is Counter
+        if not counter and all(type(k) is str and not k.startswith("$") for k in value):
+            return {k: encode(v, f"{where}[{k!r}]", keep) for k, v in value.items()}
+        pairs = [
+            [encode(k, f"a key of {where}", keep), encode(v, f"{where}[{k!r}]", keep)]
+            for k, v in value.items()
+        ]
+        return {"$counter" if counter else "$dict": pairs}
     if isinstance(value, list):
         return [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]
     if isinstance(value, tuple):
@@ -82,16 +89,6 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
         " store, and a checkpoint holds no pickle. Give plain values instead (a dict, a list, text,"
         " tensors), for instance its state_dict()."
     )
-
-
-def _encode_dict(value: dict[Any, Any], where: str, keep: Keep | None) -> Any:
-    if type(value) is not Counter and all(type(k) is str and not k.startswith("$") for k in value):
-        return {k: encode(v, f"{where}[{k!r}]", keep) for k, v in value.items()}
-    pairs = [
-        [encode(k, f"a key of {where}", keep), encode(v, f"{where}[{k!r}]", keep)]
-        for k, v in value.items()
-    ]
-    return {"$counter" if isinstance(value, Counter) else "$dict": pairs}
 
 
 def _encode_array(value: Any, where: str, keep: Keep | None) -> Any:

@@ -519,18 +519,16 @@ class ActivationStore(Activations):
                     copy = self.dropped.popleft()
                     copy.handles -= 1
                     copy.read = max(0, copy.read - 1)  # most are dropped by the node that read them
-                    if not copy.handles:
-                        self._forget(copy)
+                    if copy.handles:
+                        continue
+                    self._let_go(copy)
+                    self.arena.give(copy.block)
+                    if self._found.get(copy.key) is copy:
+                        del self._found[copy.key]
+                    while self._copies and not self._copies[-1].handles:
+                        self._copies.pop()
             finally:
                 self._lock.release()
-
-    def _forget(self, copy: Copy) -> None:
-        self._let_go(copy)
-        self.arena.give(copy.block)
-        if self._found.get(copy.key) is copy:
-            del self._found[copy.key]
-        while self._copies and not self._copies[-1].handles:
-            self._copies.pop()
 
 
 def _view(

@@ -86,7 +86,10 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     """
     ready = {id(entry) for entry in entries if entry.param.grad is not None}
     if engine.on_disk:
-        _flush(engine)
+        try:
+            engine.transfers.flush()  # gradients
+        except TierError as failure:
+            engine.failure = engine.failure or failure
         agree_on_failure(engine, engine.failure, "before the step: nothing has been stepped")
     error: BaseException | None = None
     groups = groups_of(optimizer)
@@ -120,14 +123,6 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
             # The error's traceback refers to this frame. Without `del` this reference cycle would
             # keep the model alive until the garbage collector runs.
             del error
-
-
-def _flush(engine: Engine) -> None:
-    """Wait until gradients are on the disk, and record a failure in `engine.failure`."""
-    try:
-        engine.transfers.flush()
-    except TierError as error:
-        engine.failure = engine.failure or error
 
 
 def step_flat(
