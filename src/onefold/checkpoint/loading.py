@@ -5,7 +5,7 @@ own, and checks them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,12 @@ def _apply(
         for engine, model in zip(engines, models, strict=True):
             check_moment(engine, "load", optimizer)
             fillings.append(Filling(engine, model, source.fitted(model), strict))
-    missing, unexpected = _unlike(together, fillings)
+    # Of a pipeline: the names that a stage lacks, and those that no stage has
+    told = together.all_gather([(f.missing, f.unexpected) for f in fillings])
+    said = [each for rank in told for each in rank]
+    missing = tuple(dict.fromkeys(name for names, _ in said for name in names))
+    unknown = [set(names) for _, names in said]
+    unexpected = tuple(n for n in said[0][1] if all(n in names for names in unknown))
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"{source.describe} is of another model: {len(missing)} names are missing in it"
@@ -218,19 +223,6 @@ def _apply(
     return Loaded(
         Path(source.folder or ""), source.step, extra, source.saved_by, data, missing, unexpected
     )
-
-
-def _unlike(
-    together: Together, fillings: Sequence[Filling]
-) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names that a model lacks in the source, and those of the source that no model has;
-    of the stages on all ranks. Collective.
-    """
-    said = together.all_gather([(f.missing, f.unexpected) for f in fillings])
-    all_said = [each for rank in said for each in rank]
-    missing = dict.fromkeys(name for names, _ in all_said for name in names)
-    first, *others = [names for _, names in all_said]
-    return tuple(missing), tuple(n for n in first if all(n in names for names in map(set, others)))
 
 
 def _of_rank(data: dict[str, Any], together: Together) -> Any:
