@@ -122,7 +122,13 @@ class DataFile:
         except OSError as error:
             self.close()
             raise failure("making the NVMe folder", self.folder, error) from None
-        _close_in_children(self)
+        living = weakref.ref(self)
+
+        def close_in_child() -> None:
+            if (mine := living()) is not None:
+                mine.abandon()
+
+        os.register_at_fork(after_in_child=close_in_child)
 
     def _opened(self, path: Path, flags: int) -> int:
         self._open.append(os.open(path, os.O_RDWR | flags, 0o600))
@@ -230,16 +236,6 @@ def _allowed() -> Iterator[None]:
     except OSError as error:
         if error.errno not in _CANNOT:
             raise
-
-
-def _close_in_children(file: DataFile) -> None:
-    living = weakref.ref(file)
-
-    def close() -> None:
-        if (mine := living()) is not None:
-            mine.abandon()
-
-    os.register_at_fork(after_in_child=close)
 
 
 def check_folder(path: Path) -> None:

@@ -187,7 +187,18 @@ class OffloadStorage(Storage):
                 measured[entry.index] = part
         if self._added(total, pairs, measured):
             return None
-        low = self._brought_down(total, measured)
+        low = total
+        if total.is_cpu:
+            self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
+        else:
+            norms = torch._foreach_norm([*measured.values()], 2.0) if measured else ()
+            low = self.transfers.pinned.empty(total.numel(), self.flat.dtypes.master)
+            self.transfers.entered("down", self.flat.unit_name, nbytes_of(low))
+            copy = (
+                self.transfers.down.copy if low.dtype == total.dtype else self.transfers.sums.cast
+            )
+            copy(low, total, done=self._leaving(total))
+            self._note(measured, norms, low)
         if self.gradients_on_disk or any(e.param.grad is not None for e in self.flat.entries):
             self.transfers.down.wait()  # the host is about to read it
         return low
@@ -234,21 +245,6 @@ class OffloadStorage(Storage):
         device, nbytes = self.transfers.device, nbytes_of(total)
         device.add(LEAVING, nbytes)
         return partial(device.add, LEAVING, -nbytes)
-
-    def _brought_down(self, total: torch.Tensor, measured: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Return a summed gradient in host memory: `total` itself if the device is the CPU, else in
-        the masters' dtype.
-        """
-        if total.is_cpu:
-            self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
-            return total
-        norms = torch._foreach_norm([*measured.values()], 2.0) if measured else ()
-        low = self.transfers.pinned.empty(total.numel(), self.flat.dtypes.master)
-        self.transfers.entered("down", self.flat.unit_name, nbytes_of(low))
-        copy = self.transfers.down.copy if low.dtype == total.dtype else self.transfers.sums.cast
-        copy(low, total, done=self._leaving(total))
-        self._note(measured, norms, low)
-        return low
 
     def _note(
         self, measured: Iterable[int], norms: Iterable[torch.Tensor], low: torch.Tensor
