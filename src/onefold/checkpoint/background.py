@@ -175,12 +175,15 @@ class Background:
         except BaseException as error:
             # Logged at once: the program may end without another step
             logging.getLogger("onefold").error("%s: %s", self.path, error)
-            self._error = error
-            for engine in self._engines:
-                engine.failure = engine.last_failure = error
+            self._failed(error)
         finally:
             self._work = None  # frees the tensors that the work referred to
             self.seconds = time.perf_counter() - self._begun
+
+    def _failed(self, error: BaseException) -> None:
+        self._error = error
+        for engine in self._engines:
+            engine.failure = engine.last_failure = error
 
     @property
     def stall_s(self) -> float:
