@@ -216,7 +216,7 @@ def to_first(engine: Engine, parts: HeldParts, item: StateItem) -> torch.Tensor 
         own.copy_(whole.view(own.shape))
         whole = None
     # On every rank, if only to send nothing: on NCCL an exchange is an operation of all ranks
-    _collect(engine, group, item, whole, places)
+    _exchange(engine, group, item, {} if whole is None else {0: whole}, places)
     return every
 
 
@@ -228,8 +228,7 @@ def _to_first_holder(engine: Engine, parts: HeldParts, item: StateItem) -> torch
     for x, y in _chunks(item):
         if overlap(here, (x, y)) == (x, y) or group.alone:
             continue
-        places: dict[int, torch.Tensor] = {}
-        mine = None
+        places, mine = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         for peer in range(1, group.size) if first else (group.rank,):
             a, b = overlap(item.part(parts.accounted(entry, peer)), (x, y))
             if a == b or overlap((a, b), here) == (a, b):
@@ -237,23 +236,9 @@ def _to_first_holder(engine: Engine, parts: HeldParts, item: StateItem) -> torch
             if whole is not None:
                 places[peer] = whole.view(-1)[a:b]
             else:
-                mine = parts.read(item, a, b)
-        _collect(engine, group, item, mine, places)
+                mine[0] = parts.read(item, a, b)
+        _exchange(engine, group, item, mine, places)
     return whole
-
-
-def _collect(
-    engine: Engine,
-    group: Group,
-    item: StateItem,
-    mine: torch.Tensor | None,
-    places: Mapping[int, torch.Tensor],
-) -> None:
-    """Send `mine` to the first rank of `group`, which copies what each rank sends into its place."""
-    sizes = {p: place.numel() for p, place in places.items()}
-    came = _exchange(engine, group, item, {} if mine is None else {0: mine}, sizes)
-    for p, place in places.items():
-        place.copy_(came[p].view(place.shape))
 
 
 def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
@@ -275,15 +260,14 @@ def from_first(
     """
     box, group = item.box, engine.group
     if box is not None:
-        places, first = dict[int, torch.Tensor](), item.entry.flat.group.rank == 0
+        places, came = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         if group.rank == 0:
             assert whole is not None
             places = box.parts(whole.reshape(item.shape), group.ranks)
             whole = places.pop(0)
-        came = _exchange(
-            engine, group, item, places, {0: box.numel} if first and group.rank else {}
-        )
-        whole = came.get(0, whole)
+        elif item.entry.flat.group.rank == 0:
+            whole = came[0] = torch.empty(box.numel, dtype=item.dtype, device="cpu")
+        _exchange(engine, group, item, places, came)
     within_holders(engine, parts, item, whole)
 
 
@@ -294,7 +278,7 @@ def within_holders(
     entry, group = item.entry, item.entry.flat.group
     row = whole.reshape(-1) if group.rank == 0 and whole is not None else None
     for x, y in _chunks(item):
-        places = dict[int, torch.Tensor]()
+        places, came = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         a, b = overlap(parts.held(entry), (x, y))
         if row is not None and not group.alone:
             chunk = row[x:y].to(engine.device, item.dtype)
@@ -302,8 +286,9 @@ def within_holders(
                 i, j = overlap(parts.held(entry, peer), (x, y))
                 if i < j:
                     places[peer] = chunk[i - x : j - x]
-        awaits = group.rank > 0 and not group.alone
-        came = _exchange(engine, group, item, places, {0: b - a} if awaits else {})
+        if group.rank and not group.alone:
+            came[0] = torch.empty(b - a, dtype=item.dtype, device=engine.device)
+        _exchange(engine, group, item, places, came)
         part = came.get(0) if row is None else row[a:b]
         if a < b and part is not None:
             parts.write(item, a, b, part.to(item.dtype))
@@ -385,14 +370,17 @@ def _exchange(
     group: Group,
     item: StateItem,
     sends: Mapping[int, torch.Tensor],
-    sizes: Mapping[int, int],
-) -> dict[int, torch.Tensor]:
-    """Send each tensor to the rank at its position in `group`. Returns what came from the ranks at the
-    positions of `sizes`, by position, each [its size] and on the device.
+    places: Mapping[int, torch.Tensor],
+) -> None:
+    """Send each tensor to the rank at its position in `group`, and copy into each of `places` what
+    comes from the rank at its position.
     """
     flat, device, dtype = item.entry.flat, engine.device, item.dtype
     out = [(p, t.reshape(-1).to(device, dtype)) for p, t in sends.items()]
-    came = {p: torch.empty(numel, dtype=dtype, device=device) for p, numel in sizes.items()}
+    came = [
+        (p, torch.empty(place.numel(), dtype=dtype, device=device)) for p, place in places.items()
+    ]
     context = engine.state_context(flat.unit_name)
-    group.exchange(out, [*came.items()], context, flat.index).wait()
-    return came
+    group.exchange(out, came, context, flat.index).wait()
+    for p, values in came:
+        places[p].copy_(values.view(places[p].shape))

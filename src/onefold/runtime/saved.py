@@ -102,14 +102,16 @@ def _handle(gather: Gatherer, t: torch.Tensor, stays: bool) -> Handle | None:
     no cast of a whole parameter.
     """
     local = local_of(t)
-    spec = None if local is t else t._spec  # type: ignore[attr-defined]
-    offset, found = local.storage_offset(), gather.by_storage.get(storage_of(local))
-    if found is None or t.dtype != found[1].dtypes.compute:
+    found = gather.by_storage.get(storage_of(local))
+    if found is not None and t.dtype == found[1].dtypes.compute:
+        offset = local.storage_offset()
+    else:
         leaf = _cast_from(t) if gather.holds_fp32 and t.dtype in CASTS else None
         found = None if leaf is None else gather.by_storage.get(storage_of(leaf))
         if leaf is None or found is None:
             return None
         offset = leaf.storage_offset() + t.storage_offset()
+    spec = None if local is t else t._spec  # type: ignore[attr-defined]
     return Handle(gather, found, local, int(offset), spec, stays)
 
 
