@@ -244,17 +244,15 @@ class Engine:
                     category = MASTERS if kind == "master" else PARAMETERS
                     self.transfers.ledgers[tier].add(category, nbytes, flat.unit_name)
         # Parameters whose `.data` is a plain tensor off the device: nothing tells of writes to it
-        away = self.offloaded_flats if self.transfers.up.asynchronous else []
-        self.plain = [e for f in away if f.owners is None for e in f.entries]
-        if self.offloaded_flats:  # no more elements than the largest of them needs
-            own = (f.storage.numel * f.dtypes.master.itemsize for f in self.offloaded_flats)
-            self.transfers.sums.chunk = chunk_for(max(own))
-            self.transfers.chunk = min(
-                self.recipe.chunk,
-                round_up(max(f.storage.numel for f in self.offloaded_flats), SECTOR),
-            )
+        away, copies = self.offloaded_flats, self.transfers.up.asynchronous
+        self.plain = [e for f in away if copies and f.owners is None for e in f.entries]
+        if away:  # no more elements than the largest of them needs
+            own = max(f.storage.numel * f.dtypes.master.itemsize for f in away)
+            self.transfers.sums.chunk = chunk_for(own)
+            most = round_up(max(f.storage.numel for f in away), SECTOR)
+            self.transfers.chunk = min(self.recipe.chunk, most)
         for tier, ledger in self.transfers.ledgers.items():
-            if tier is Tier.DEVICE or (self.offloaded_flats and not tier.on_disk):
+            if tier is Tier.DEVICE or (away and not tier.on_disk):
                 ledger.probes[GRADIENTS] = partial(self.reduce.gradient_bytes, tier)
 
     def close(self) -> None:
