@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_written_or_is_not_free_is_told_in_a_sentence(pl
         "holds an earlier run (metrics.jsonl); name another folder, or add --overwrite."
         in refused(place, *data, "--output", "old")
     )
-    claim = Claim.take(place / "run", "another")
+    claim = Claim(place / "run")
     held = f"--output run is in use by process {os.getpid()} on {socket.gethostname()}"
     assert held in refused(place, *data, "--output", "run")
     assert held in refused(place, *data, "--output", "run", "--overwrite")
