@@ -145,7 +145,9 @@ class Filling:
         """
         for optimizer in optimizers:
             meet(optimizer)
-        _set_groups(optimizers, self.source.groups() or [])
+        for optimizer, groups in zip(optimizers, self.source.groups() or [], strict=True):
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                set_options(group, saved)
         states: dict[str, list[Item]] = {}
         for item in self.source.items():
             if item.kind == "state":
@@ -418,18 +420,15 @@ def _numbers_of(
     return dict.fromkeys(state if own else ()) | numbers
 
 
-def _set_groups(
-    optimizers: list[torch.optim.Optimizer], groups: list[list[dict[str, Any]]]
-) -> None:
-    for optimizer, stored in zip(optimizers, groups, strict=True):
-        for group, saved in zip(optimizer.param_groups, stored, strict=True):
-            for key, value in saved.items():
-                if key == "params" or (key in LOCAL_OPTIONS and key in group):
-                    continue
-                ours = group.get(key)
-                if isinstance(ours, torch.Tensor):
-                    ours.copy_(torch.as_tensor(value, device="cpu"))
-                elif isinstance(ours, tuple) and isinstance(value, list):
-                    group[key] = tuple(value)
-                else:
-                    group[key] = value
+def set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    """Give a parameter group its saved options."""
+    for key, value in saved.items():
+        if key in ("params", "param_names") or (key in LOCAL_OPTIONS and key in group):
+            continue
+        ours = group.get(key)
+        if isinstance(ours, torch.Tensor):
+            ours.copy_(torch.as_tensor(value, device="cpu"))
+        elif isinstance(ours, tuple) and isinstance(value, list):
+            group[key] = tuple(value)
+        else:
+            group[key] = value

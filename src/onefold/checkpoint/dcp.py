@@ -46,7 +46,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
-from onefold.checkpoint.apply import LOCAL_OPTIONS
+from onefold.checkpoint.apply import set_options
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.together import Together
 from onefold.layout.holders import BoxInterval, TensorBox, whole_region
@@ -59,8 +59,6 @@ from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.dicts import contents, takes_extra_state
 
-# Options of a parameter group that a load does not change.
-_OWN = ("params", "param_names", *LOCAL_OPTIONS)
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
@@ -308,11 +306,8 @@ class OptimizerState(_State):
                     f" checkpoint has {where}. Give the optimizer the parameter groups that the"
                     " checkpoint was saved with; their order is free."
                 )
-            for key, value in loaded[found[0]].items() if found else ():
-                if isinstance(group.get(key), torch.Tensor):
-                    _take(key, group[key], value)
-                elif key not in _OWN:
-                    group[key] = value
+            if found:
+                set_options(group, loaded[found[0]])
 
 
 def _clean(name: str) -> str:
