@@ -30,7 +30,7 @@ import onefold
 from benchmarks import harness, launch, pages
 from onefold.models.build import checkpoint_activations, load_model
 from onefold.plan.account import Question
-from onefold.plan.api import Beside, machine_here
+from onefold.plan.api import machine_here, room_beside
 from onefold.plan.job import Job, Scheme
 from onefold.plan.modules import model_shape
 from onefold.tracing.trace import Activity, trace
@@ -86,7 +86,7 @@ def _activity(model: str, precision: str, checkpointing: str, samples: int) -> A
 def predicted(setting: Setting) -> list[float]:
     """Seconds of a step at each stage. Refuses a machine that is not calibrated for so many ranks."""
     s = setting
-    machine = machine_here(s.ranks, s.ranks, 1 << 40, "cpu", Beside.here(()))
+    machine = machine_here(s.ranks, s.ranks, 1 << 40, "cpu", room_beside(()))
     if not machine.is_timed:
         raise harness.Refused(
             f"this machine is not calibrated for {s.ranks} ranks: run `onefold doctor --calibrate"

@@ -238,8 +238,8 @@ def planned(
 
     shape = model_shape(module, recipe.units)
     units = units_of(shape, recipe, ranks, rank, per_node or None, native)
-    program = Program(units, recipe, WINDOW if streams else 0, nccl=native, optimizer=optimizer)
-    program.run(micro_batches)
+    window = WINDOW if streams else 0
+    program = Program(units, recipe, micro_batches, window, native, optimizer)
     away = offloaded_bytes(units, recipe, micro_batches, optimizer, streams)
     by_link = _by_link(program, per_node, rank)
     return Planned(
@@ -248,10 +248,10 @@ def planned(
             for tier, held in {"device": at_rest(units, optimizer), **away.rest}.items()
             if held
         },
-        program.sent(),
+        program.bytes_of("move"),
         {link: sum(by.values()) for link, by in by_link.items()},
         {move: n for move, n in by_link["between"].items() if n},
-        program.moved(),
+        program.bytes_of("copy", "disk"),
         sum(program.peak.values()),
         away.host,
         program.ledger.now(),

@@ -19,11 +19,12 @@ from onefold.cli.app import app
 from onefold.plan import hardware
 from onefold.plan.account import FRAGMENTED, Candidate, Question, bubble
 from onefold.plan.activity import divided, of_dims
+from onefold.plan.api import Plan
+from onefold.plan.api import planned as plan
 from onefold.plan.architectures import known
 from onefold.plan.degrees import Degrees
 from onefold.plan.job import CHECKPOINTING, Convention, Job, Scheme
 from onefold.plan.modules import architecture, built
-from onefold.plan.planner import Plan, plan
 from onefold.plan.rank import stages_of, units_of
 from onefold.plan.schema import SECONDS
 from onefold.plan.search import AUTO, least, meshes
@@ -45,12 +46,11 @@ def account(
     job: Job,
     zero: int,
     checkpointing: str,
-    convention: Convention | None = None,
     **degrees: Any,
 ) -> Candidate:
     machine = hardware.machine(gpus, 8, gpu)
     subject = subject_of(name, job, None, None, machine)
-    question = Question(subject.shape, subject.activities, machine, job, convention)
+    question = Question(subject.shape, subject.activities, machine, job)
     mesh = Degrees.on(gpus, **degrees)
     return question.answer(Scheme(zero, checkpointing, "none", job.micro_batch, degrees=mesh))
 
@@ -59,7 +59,7 @@ def bloom(tp: int, micro_batch: int) -> Candidate:
     native = (("reduce", "native"),)
     job = Job(seq=2048, micro_batch=micro_batch, global_batch=2048, options=native)
     return account(
-        "bloom-176b", 384, "a100-80", job, 1, "full", Convention(2, 6, 12),
+        "bloom-176b", 384, "a100-80", job, 1, "full",
         tp=tp, pp=12, sequence_parallel=False,
     )  # fmt: skip
 
@@ -79,7 +79,8 @@ def test_bloom_176b_takes_the_memory_that_bigscience_measured(
     found = bloom(tp, micro_batch)
     assert 5 * GIB < found.reserve.nbytes < 7 * GIB
     # All states at once, activations with what the allocator cannot use again, driver and NCCL
-    held = found.states + found.activations * (1 + FRAGMENTED) + found.reserve.nbytes
+    held = found.states + found.account.rest["parameters"]  # 2 bytes of gradients more than ours
+    held += found.activations * (1 + FRAGMENTED) + found.reserve.nbytes
     assert held / GIB == pytest.approx(measured, rel=0.1), told(held / GIB, measured)
 
 
@@ -182,9 +183,17 @@ def test_a_block_keeps_what_korthikanti_counts_under_tensor_parallelism() -> Non
 @pytest.mark.parametrize(
     ("model", "asked", "said"),
     [
-        ("llama-3-8b", {"tp": 3}, r"--tp 3 does not divide 32 heads: choose 1, 2, 4 or 8\."),
-        ("llama-3-8b", {"tp": 16}, r"--tp 16 does not divide 8 heads of keys and values: choose 1"),
-        ("gpt3-175b", {"tp": 16}, r"--tp 16 does not stay inside a node of 8 GPUs: choose 1, 2, 4"),
+        (
+            "llama-3-8b",
+            {"tp": 3},
+            r"--tp 3 has to divide .* 32 heads, 8 heads of keys .*: choose 1, 2, 4 or 8\.",
+        ),
+        ("llama-3-8b", {"tp": 16}, r"--tp 16 has to divide .* 8 heads of keys and values"),
+        (
+            "gpt3-175b",
+            {"tp": 16},
+            r"--tp 16 has to divide the 8 GPUs of a node, .*: choose 1, 2, 4",
+        ),
         ("llama-3-8b", {"pp": 64}, r"--pp 64 makes 64 parts of 32 blocks: choose at most 32"),
         ("llama-3-8b", {"pp": 16, "chunks": 4}, r"--pp 16 × --chunks 4 makes 64 parts .* 8 stages"),
         (

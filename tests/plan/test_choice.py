@@ -14,10 +14,10 @@ from random_plans import GIB, activity, gpus
 from examples import examples
 from onefold.plan.account import Question
 from onefold.plan.activity import of_dims
+from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.modules import architecture
-from onefold.plan.planner import plan
 from onefold.plan.reserve import COMMUNICATOR, CONTEXT
 from onefold.plan.search import ladder, largest_micro_batch, recommend
 from onefold.plan.shapes import ModelShape
@@ -58,14 +58,14 @@ def test_behind_the_stages_every_candidate_is_slower_than_the_one_before(
     every = list(ladder(asked))
     first, others = every[:3], every[3:]
     assert [str(c.scheme) for c in first] == ["stage 1", "stage 2", "stage 3"]
-    seconds = [c.step for c in others]
+    seconds = [round(c.step, 9) for c in others]
     assert seconds == sorted(seconds), seconds
     shares = {c.scheme.share for c in others if c.scheme.offload == "optimizer"}
     assert shares == {0.25, 0.5, 0.75, 1.0} and len({c.scheme for c in every}) == len(every)
     best = recommend(asked)
     # Nothing else that fits is faster
     if best is not None and best not in first:
-        assert best.step == min(c.step for c in others if c.fits)
+        assert best.step == pytest.approx(min(c.step for c in others if c.fits), abs=1e-9)
 
 
 @given(st.floats(1.2, 40), st.sampled_from((1, 2, 4, 8)), st.sampled_from((0, 1, 4)))
@@ -85,7 +85,7 @@ def test_what_is_recommended_is_the_first_of_the_ladder_that_fits(
     assert best.fits and best.account.peak_bytes <= best.usable < asked.machine.capacity
 
 
-@given(st.floats(3, 30), st.sampled_from((0, 96, 120)), st.sampled_from(CHECKPOINTING))
+@given(st.floats(3, 30), st.sampled_from((0, 96, 120)), st.sampled_from(sorted(CHECKPOINTING)))
 @examples(40)
 def test_the_largest_micro_batch_fits_and_the_next_does_not(
     capacity: float, global_batch: int, checkpointing: str

@@ -16,10 +16,10 @@ from onefold.offload.activations import NEAR
 from onefold.plan import api
 from onefold.plan.account import Question
 from onefold.plan.activity import of_dims, on_host
+from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import PARTS, Job, Scheme
 from onefold.plan.modules import architecture
-from onefold.plan.planner import plan
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import Tier

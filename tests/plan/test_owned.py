@@ -46,14 +46,13 @@ def check(optimizer: str, stage: int, options: dict[str, Any]) -> None:
             each.step()
             each.zero_grad()
     units = units_of(shape, recipe, engine.world_size, rank)
-    owned = owned_matrices(units, names, optimizer)
-    assert owned is not None
-    mine = owned.at(place_of(units[0].flats[0]))
+    mine = owned_matrices(units, names, optimizer, place_of(units[0].flats[0])[0])
+    assert mine is not None
     held = sum(map(states.nbytes, optimizers))
     assert at_rest_now == at_rest(units, optimizer, 0)
     assert held == (mine.host_states if "offload_optimizer" in options else mine.states) > 0
-    planned = Program(units, recipe, optimizer=optimizer).run(1, mine.buffers)
-    assert engine.traffic.by_move() == planned.sent() | {"owners": mine.sent}
+    planned = Program(units, recipe, optimizer=optimizer, owned=mine)
+    assert engine.traffic.by_move() == planned.bytes_of("move") | {"owners": mine.sent}
     assert sum(engine.memory.peak().values()) == sum(planned.peak.values())
     every: list[int] = [0] * engine.world_size
     dist.all_gather_object(every, held)

@@ -15,9 +15,9 @@ from random_plans import gpus
 from torch import nn
 
 import onefold
+from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
-from onefold.plan.planner import plan
 from zoo import TinyGPT
 
 pytestmark = pytest.mark.one_in(3)

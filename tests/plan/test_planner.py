@@ -42,9 +42,9 @@ def test_a_walk_ends_with_what_rests_and_more_micro_batches_are_like_three(
     if recipe is None:
         return
     units = units_of(shape, recipe, ranks * 2 if over else ranks)
-    program = Program(units, recipe).run(micro_batches)
+    program = Program(units, recipe, micro_batches)
     assert program.ledger.now() == {k: v for k, v in at_rest(units).items() if k != MOMENTS}
-    one, two, five = (Program(units, recipe).run(n).sent() for n in (1, 2, 5))
+    one, two, five = (Program(units, recipe, n).bytes_of("move") for n in (1, 2, 5))
     for move, nbytes in five.items():
         assert nbytes == two[move] + 3 * (two[move] - one[move]), (recipe.describe(), move)
 
@@ -55,7 +55,7 @@ def test_a_walk_ends_with_what_rests_and_more_micro_batches_are_like_three(
     precisions,
     st.integers(1, 9),
     st.integers(1, 3),
-    st.sampled_from(CHECKPOINTING),
+    st.sampled_from(sorted(CHECKPOINTING)),
     st.booleans(),
 )
 @examples(100)

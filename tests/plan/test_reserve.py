@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from onefold.plan.api import Plan
+from onefold.plan.api import planned as plan
 from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import Job
-from onefold.plan.planner import Plan, plan
 from onefold.plan.rank import exchanges
 from onefold.plan.reserve import (
     CHANNEL,

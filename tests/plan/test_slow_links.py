@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import COMMUNICATION, Job
-from onefold.plan.planner import plan
 from onefold.recipe import Recipe
 
 

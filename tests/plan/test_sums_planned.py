@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
+from onefold.plan.api import Plan
+from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
-from onefold.plan.planner import Plan, plan
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -12,11 +12,11 @@ from benchmarks.validation.systems import work
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onefold.plan.api import planned as plan
 from onefold.plan.hardware import Machine, builtin, machine
 from onefold.plan.job import Job
-from onefold.plan.planner import plan
 
-gpus = st.sampled_from(sorted(builtin().gpus))
+gpus = st.sampled_from(sorted(builtin()["gpu"]))
 links = st.sampled_from(["100g", "8x200g", "ib-ndr"])
 sizes = st.sampled_from([1, 2, 8, 16, 64, 512, 4096])
 

@@ -4,6 +4,7 @@ the closed forms of the plan of meshes.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,7 @@ import onefold
 from onefold.plan.degrees import Degrees
 from onefold.plan.modules import architecture, built, model_shape
 from onefold.plan.rank import stages_of
-from onefold.simulation.mesh import simulate_mesh
-from onefold.simulation.result import Simulation
+from onefold.simulation.simulate import Simulation, StageOfMesh, simulate
 from ranks import run_ranks
 
 pytestmark = pytest.mark.one_in(3)
@@ -59,7 +59,7 @@ def test_a_rank_of_a_mesh_holds_and_sends_the_closed_forms_to_the_byte(
     model: str, degrees: Degrees, zero: int, asked: dict[str, Any]
 ) -> None:
     recipe = onefold.Recipe.zero(zero, precision="bf16")
-    check(simulate_mesh(MODELS[model], recipe, degrees, **asked))
+    check(simulate(MODELS[model], recipe, degrees, **asked))
     assert not dist.is_initialized()
 
 
@@ -70,18 +70,19 @@ def real(zero: int) -> dict[str, Any]:
     """What real ranks of dp 2 × tp 2 have in their ledgers, with the parameters of `PLAIN`."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from onefold.simulation import mesh as simulation
-
     degrees = Degrees(dp=2, tp=2)
     (stage,) = stages_of(PLAIN, degrees)
     mesh = init_device_mesh("cpu", (2, 1, 1, 2), mesh_dim_names=("dp", "ep", "cp", "tp"))
     number = dist.get_rank()
-    module, names = simulation._cut_stand_in(stage, degrees, {("tp",): mesh["tp"]}, number)
+    own: Any = SimpleNamespace(
+        shape=stage, degrees=degrees, cut={("tp",): mesh["tp"]}, number=number, mesh=None
+    )
+    module, given = StageOfMesh.twin(own)
     for param in module.parameters():
         local: Any = param.to_local() if hasattr(param, "to_local") else param  # type: ignore[attr-defined]
         local.detach().fill_(0.1)
     recipe = onefold.Recipe.zero(zero, precision="bf16", stall_timeout=30.0)
-    model = onefold.shard(module, recipe, mesh=mesh, data=("dp", "ep", "cp"), units=names)
+    model = onefold.shard(module, recipe, mesh=mesh, data=("dp", "ep", "cp"), units=given["units"])
     engine, optimizer = onefold.engine_of(model), torch.optim.AdamW(model.parameters(), fused=True)
     for step in range(2):
         if step:
@@ -103,7 +104,7 @@ def real(zero: int) -> dict[str, Any]:
 def test_real_ranks_of_a_mesh_do_what_the_simulation_says(zero: int) -> None:
     recipe = onefold.Recipe.zero(zero, precision="bf16")
     for rank, seen in enumerate(run_ranks(4, real, zero)):
-        found = simulate_mesh(PLAIN, recipe, Degrees(dp=2, tp=2), rank=rank)
+        found = simulate(PLAIN, recipe, Degrees(dp=2, tp=2), rank=rank)
         assert {k: v for k, v in found.account.rest.items() if k != "moments"} == seen["rest"]
         assert found.account.wire == seen["wire"]
         assert found.account.ledger == seen["peak"]
@@ -114,7 +115,7 @@ def test_real_ranks_of_a_mesh_do_what_the_simulation_says(zero: int) -> None:
 
 def test_a_rank_of_1024_with_experts_is_exact() -> None:
     recipe = onefold.Recipe.zero(3, precision="bf16")
-    found = simulate_mesh(ROUTED, recipe, Degrees.on(1024, tp=4, cp=2, ep=4), rank=777, per_node=8)
+    found = simulate(ROUTED, recipe, Degrees.on(1024, tp=4, cp=2, ep=4), rank=777, per_node=8)
     check(found)
 
 
@@ -123,7 +124,7 @@ def test_a_rank_of_1024_with_experts_is_exact() -> None:
 def test_llama_3_405b_on_4096_ranks_is_exact(rank: int) -> None:
     recipe = onefold.Recipe.zero(1, precision="bf16")
     degrees = Degrees.on(4096, tp=8, pp=16)
-    found = simulate_mesh(
+    found = simulate(
         architecture("llama-3-405b"), recipe, degrees, rank=rank, micro_batches=16, seq=8192, per_node=8
     )  # fmt: skip
     check(found)
@@ -136,7 +137,6 @@ def test_llama_3_405b_on_4096_ranks_is_exact(rank: int) -> None:
 @pytest.mark.parametrize(
     ("degrees", "asked", "options", "said"),
     [
-        (Degrees(), {}, {}, "a mesh of one rank has no axes"),
         (Degrees(dp=4, ep=2), {"replicas": 4}, {}, "4 replicas of 2 data-parallel ranks"),
         (Degrees(pp=2, chunks=2), {"micro_batches": 2}, {}, "2 chunks a stage"),
         (Degrees(pp=4), {"micro_batches": 2}, {}, "2 micro-batches in 4 stages.*--schedule gpipe"),
@@ -149,5 +149,5 @@ def test_what_has_no_simulation_is_refused_by_a_sentence(
     degrees: Degrees, asked: dict[str, Any], options: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        simulate_mesh(PLAIN, onefold.Recipe.zero(2, **options), degrees, **asked)
+        simulate(PLAIN, onefold.Recipe.zero(2, **options), degrees, **asked)
     assert not dist.is_initialized()

@@ -75,7 +75,7 @@ def plan(
     Status 0: answered, also where nothing fits ("recommended" is null then). Status 2: the question
     cannot be answered.
     """
-    from onefold.plan import hardware, planner
+    from onefold.plan import api, hardware
     from onefold.plan.job import Job
 
     beside: dict[str, Any] = {}
@@ -124,7 +124,7 @@ def plan(
                 "expert_tp": not no_expert_tp,
             }
         asked = () if stage == "auto" else (int(stage),)
-        found = planner.plan(wanted, machine, job, stages=asked, **axes)
+        found = api.planned(wanted, machine, job, stages=asked, **axes)
         beside = found.to_json()  # reported with an error of the simulation, too
         if not as_json:
             from onefold.plan.tables import show

@@ -9,13 +9,10 @@ from typing import Any
 
 from onefold.cli.show import show
 from onefold.plan.account import unlike
+from onefold.plan.api import Plan
 from onefold.plan.job import Scheme
-from onefold.plan.planner import Plan
 from onefold.plan.rank import stages_of
-from onefold.recipe.rows import NODE
-from onefold.simulation.mesh import simulate_mesh
-from onefold.simulation.result import Simulation
-from onefold.simulation.simulate import simulate
+from onefold.simulation.simulate import Simulation, simulate
 
 #: The most micro-batches to simulate. In a longer step the others are like the middle one.
 MICRO_BATCHES = 3
@@ -37,35 +34,32 @@ def simulated(plan: Plan, model: Any, rank: int | None) -> list[Simulation]:
         raise ValueError(plan.why_not)
     candidate, machine, job = plan.shown, plan.machine, plan.job
     scheme, degrees = candidate.scheme, candidate.scheme.degrees
-    recipe = scheme.recipe(job)
+    ranks: Any = machine.ranks
+    own_code, firsts, seq = (
+        not (job.lora_rank or isinstance(model, float)),
+        [0],
+        min(job.seq, TOKENS),
+    )
     if not degrees.data_only:
         each = degrees.ranks // degrees.pp
         firsts = [stage.index * each for stage in unlike(stages_of(plan.model, degrees))]
-        # Torch's 1F1B takes at least a micro-batch a stage; more of them are like the others
-        batches = min(candidate.accumulation, max(degrees.pp, MICRO_BATCHES))
-        return [
-            simulate_mesh(
-                plan.model, recipe, degrees, rank=at, micro_batches=batches, micro_batch=scheme.micro_batch,
-                seq=job.seq, optimizer=job.optimizer, per_node=machine.node_ranks,
-            )
-            for at in (firsts if rank is None else [rank])
-        ]  # fmt: skip
-    # A simulation has no launcher that tells the nodes, so give their size in ranks
-    if recipe.inner in (None, NODE) and machine.nodes > 1:
-        recipe = recipe.in_groups_of(machine.local)
-    elif recipe.inner == NODE:
-        recipe = recipe.in_groups_of(machine.ranks)
-    found = simulate(
-        plan.model if job.lora_rank or isinstance(model, float) else model,
-        recipe,
-        machine.ranks,
-        rank=rank or 0,
-        micro_batches=min(candidate.accumulation, MICRO_BATCHES),
-        checkpointing=scheme.checkpointing,  # type: ignore[arg-type]
-        optimizer=job.optimizer,
-        seq=min(job.seq, TOKENS),
-    )
-    return [found]
+        ranks, own_code, seq = degrees, False, job.seq
+    return [
+        simulate(
+            model if own_code else plan.model,
+            scheme.recipe(job),
+            ranks,
+            rank=at,
+            # Torch's 1F1B takes at least a micro-batch a stage; more of them are like the others
+            micro_batches=min(candidate.accumulation, max(degrees.pp, MICRO_BATCHES)),
+            checkpointing=scheme.checkpointing,  # type: ignore[arg-type]
+            optimizer=job.optimizer,
+            samples=scheme.micro_batch if ranks is degrees else 1,
+            seq=seq,
+            per_node=machine.node_ranks,
+        )
+        for at in (firsts if rank is None else [rank])
+    ]
 
 
 def show_simulation(ran: Sequence[Simulation], scheme: Scheme) -> None:

@@ -33,21 +33,21 @@ whole from the first forward pass on, and gradients until the last backward pass
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from onefold.comm.communicators import communicators_of
 from onefold.device.copies import WINDOW
 from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
 from onefold.plan.activity import OnHost, divided, on_host
 from onefold.plan.degrees import AXES, Degrees, dims_of
 from onefold.plan.hardware import Machine
-from onefold.plan.job import Convention, Job, Scheme
+from onefold.plan.job import CHECKPOINTING, Convention, Job, Scheme
 from onefold.plan.owned import Balance, owned_matrices, stepped_whole
-from onefold.plan.program import Program
+from onefold.plan.program import Layer, Program
 from onefold.plan.rank import Stage, divided_along, exchanges, holding, rule_of, stages_of, units_of
 from onefold.plan.reserve import Reserve, reserve_of
 from onefold.plan.schema import (
@@ -68,7 +68,6 @@ from onefold.plan.states import (
     papers_bytes,
 )
 from onefold.plan.times import (
-    Prices,
     between,
     slowest_of,
     step_seconds,
@@ -103,32 +102,31 @@ class Candidate:
             beside the rest, a 16-bit copy of the parameters beside their masters. The engine never
             holds them all at once: see the account.
         activations: bytes of activations, at most.
-        shared: the device is a CPU.
+        needed: bytes at peak that `usable` has to hold: on a CPU the host's too.
         reserve: the device's other bytes, on a GPU of the table.
         balance: how evenly owners divide the updates of whole matrices; None if none is stepped so.
-        stage: of the pipeline, whose rank holds most. bubble: the share of a step that a rank waits
-            for the pipeline. holders: how many ranks hold each part, by kind of parameters.
+        stage: of the pipeline, whose rank holds most. holders: how many ranks hold each part, by kind
+            of parameters.
     """
 
     scheme: Scheme
     account: Account
     fits: bool
     usable: int
+    needed: int
     accumulation: int
-    states: int = 0
-    activations: int = 0
-    notes: tuple[str, ...] = field(default=(), compare=False)
-    shared: bool = False
-    reserve: Reserve = field(default_factory=Reserve)
-    balance: Balance | None = None
-    stage: int = 0
-    bubble: float = 0.0
-    holders: Mapping[str, int] = field(default_factory=dict)
+    states: int
+    activations: int
+    notes: tuple[str, ...]
+    reserve: Reserve
+    balance: Balance | None
+    stage: int
+    holders: Mapping[str, int]
 
     @property
-    def needed(self) -> int:
-        """Bytes at peak that `usable` has to hold: on a CPU the host's too."""
-        return self.account.peak_bytes + (self.account.host if self.shared else 0)
+    def bubble(self) -> float:
+        """The share of a step that a rank waits for the pipeline."""
+        return bubble(self.scheme.degrees, self.accumulation)
 
     @property
     def spare(self) -> int:
@@ -142,15 +140,17 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        mesh = {"pipeline_stage": self.stage, "bubble": self.bubble, "holders": dict(self.holders)}
+        scheme = vars(self.scheme) | asdict(self.scheme.degrees)
+        own = {
+            name: getattr(self, name)
+            for name in ("accumulation", "fits", "states", "usable", "bubble")
+        }
+        del scheme["degrees"]
         return {
-            **{name: value for name, value in vars(self.scheme).items() if name != "degrees"},
-            **asdict(self.scheme.degrees),
-            **mesh,
-            "accumulation": self.accumulation,
-            "fits": self.fits,
-            "states": self.states,
-            "usable": self.usable,
+            **scheme,
+            **own,
+            "pipeline_stage": self.stage,
+            "holders": dict(self.holders),
             "reserve": {**vars(self.reserve), "nbytes": self.reserve.nbytes},
             **({"owners": vars(self.balance)} if self.balance is not None else {}),
             "account": self.account.to_json(),
@@ -162,14 +162,12 @@ class Question:
     """Everything that a choice needs: the model, its activities, the machine and the job.
 
     Attributes:
-        convention: bytes per parameter of the papers' count; None: the job's.
     """
 
     model: ModelShape
     activities: Activities
     machine: Machine
     job: Job
-    convention: Convention | None = None
     _told: dict[Scheme, Candidate] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -200,11 +198,6 @@ class Question:
         return divided(whole, self.model, stage, degrees, *given)
 
 
-def on_nccl(machine: Machine) -> bool:
-    """Return whether moves are NCCL's operations, on the device."""
-    return not machine.shared
-
-
 def pipelined(recipe: Recipe, degrees: Degrees) -> Recipe:
     """Return the recipe as a stage of a pipeline runs it: it gathers a unit once a step, and reduces it
     once.
@@ -221,27 +214,18 @@ def _program(
     degrees: Degrees,
     recipe: Recipe,
     per_node: int | None,
-    micro_batches: int,
+    away: tuple[tuple[str, int], ...],
+    layers: tuple[Layer, ...],
     optimizer: str,
     nccl: bool,
-    window: int,
-    away: tuple[tuple[str, int], ...],
-    layers: tuple[tuple[str, float, int, Sequence[int]], ...],
+    micro_batches: int,
 ) -> Program:
     units = units_of(stage, recipe, degrees, per_node=per_node, nccl=nccl)
-    owned = owned_matrices(units, stepped_whole(stage, optimizer), optimizer)
-    program = Program(
-        units,
-        recipe,
-        window,
-        nccl=nccl,
-        optimizer=optimizer,
-        owned=owned,
-        held=degrees.pp > 1,
-        away=dict(away),
-        layers=dict.fromkeys(stage.names, layers) if layers else {},
-    )
-    return program.run(micro_batches, owned.most.buffers if owned else 0)
+    return Program(
+        units, recipe, micro_batches, WINDOW if nccl else 0, nccl, optimizer,
+        owned_matrices(units, stepped_whole(stage, optimizer), optimizer),
+        held=degrees.pp > 1, away=dict(away), layers=dict.fromkeys(stage.names, layers),
+    )  # fmt: skip
 
 
 def account_of(question: Question, scheme: Scheme) -> Candidate:
@@ -250,45 +234,46 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
     degrees = scheme.degrees
     if degrees.data_only:
         degrees = replace(degrees, dp=machine.ranks)
-    recipe, nccl = pipelined(scheme.recipe(job), degrees), on_nccl(machine)
-    accumulation, per_node = question.micro_batches(scheme), machine.node_ranks
-    window = 0 if machine.shared else WINDOW
+    recipe, accumulation = pipelined(scheme.recipe(job), degrees), question.micro_batches(scheme)
     found = []
     for stage in unlike(stages_of(model, degrees)):
         kept = OnHost(question.activity(scheme, stage))
         if recipe.offload_activations is not None:
             kept = on_host(kept.activity, recipe.offload_activations, machine.shared)
-        layers = tuple(in_layers(question, scheme, stage))
         program = _program(
-            stage, degrees, recipe, per_node, accumulation, job.optimizer, nccl, window,
-            tuple(kept.moved.items()), layers,
+            stage, degrees, recipe, machine.node_ranks, tuple(kept.moved.items()),
+            tuple(in_layers(question, scheme, stage)), job.optimizer, not machine.shared, accumulation,
         )  # fmt: skip
-        owned = program.owned.most if program.owned else None
-        units = [u.plan for u in program.units]
-        rest = at_rest(units, job.optimizer, owned.states if owned else None)
-        fragmented = 0.0 if machine.is_here else FRAGMENTED
+        owned = program.owned
+        rest = at_rest(program.rank, job.optimizer, owned.states if owned else None)
         peak = peak_of(
-            program.highest,
+            program,
             kept.activity,
             rest.get(MOMENTS, 0),
-            fragmented,
-            owned.beside if owned else 0,
+            0.0 if machine.is_here else FRAGMENTED,
         )
-        found.append((sum(peak.values()), stage, program, kept, rest, peak))
-    _, stage, program, kept, rest, peak = max(found, key=lambda one: one[0])
+        found.append((stage, program, kept, rest, peak))
+    slowest = max(found, key=lambda one: one[2].activity.flops)
+    stage, program, kept, rest, peak = max(found, key=lambda one: sum(one[-1].values()))
+    owned = program.owned
     away = offloaded_bytes(
-        [u.plan for u in program.units], recipe, accumulation, job.optimizer, window > 0,
-        program.owned.most.host_states if program.owned else None,
+        program.rank, recipe, accumulation, job.optimizer, program.window > 0, owned.host_states if owned else None
     )  # fmt: skip
     held = {tier: dict(by) for tier, by in away.peak.items()}
     if kept.nbytes:
         held[HOST][ACTIVATIONS] = kept.nbytes
-    slowest = max(found, key=lambda one: one[3].activity.flops)
     seconds, busy, notes = dict[str, float](), dict[str, float](), tuple[str, ...]()
     if machine.is_timed:
-        seconds, busy, notes = _seconds(question, scheme, *slowest[1:4])
-    sums = _sums(program, machine)
-    units = [u.plan for u in program.units]
+        seconds, busy = _seconds(question, scheme, *slowest[:3])
+        notes = (_reached(machine),)
+    links, wire, sent = Counter[str](), program.bytes_of("move"), dict[str, int]()
+    for op, times in program.counted():
+        if op.kind == "move":
+            far = between(op, machine)
+            links.update({"inside": times * (op.nbytes - far), "between": times * far})
+    if not scheme.degrees.data_only:
+        crossed = round(crossings(question, scheme, stage) * accumulation)
+        sent = {"data": sum(wire.values()), **program.bytes_of("layer"), "pp": crossed}
     tokens = scheme.micro_batch * job.seq * accumulation * degrees.dp
     model_flops = model.flops_per_token(job.seq) * tokens / machine.ranks
     step = seconds.get("step", 0.0)
@@ -297,11 +282,11 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         peak=filled(peak),
         ledger=dict(program.peak),
         offloaded={tier: by for tier, by in held.items() if by},
-        moved=program.moved(),
-        wire=program.sent(),
-        sent=_sent(question, scheme, stage, sum(program.sent().values()), sums["axes"]),
-        links=sums["links"],
-        sent_between=sums["links"].get("between", 0) * machine.local,
+        moved=program.bytes_of("copy", "disk"),
+        wire=wire,
+        sent=filled(sent),
+        links={link: round(n) for link, n in links.items() if n},
+        sent_between=round(links["between"]) * machine.local,
         seconds=seconds,
         tiers=busy,
         tokens_per_s=tokens / step if step else 0.0,
@@ -309,28 +294,27 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
     )
     kinds = {divided_along(p, degrees) for p in stage.parameters}
     reserve = Reserve() if machine.is_here else _reserve(machine, degrees, recipe, kinds)
-    usable = max(0, machine.capacity - reserve.nbytes)
-    ranks, host = machine.local, machine.host
-    fits = account.by_tier[Tier.NVME] * ranks <= host.nvme and (
-        account.peak_bytes + account.host <= usable  # the memory of a CPU is the host's
-        if machine.shared
-        else account.peak_bytes <= usable and account.host * ranks <= host.memory
-    )
-    convention = question.convention or average(job, model)
+    usable, host = max(0, machine.capacity - reserve.nbytes), machine.host
+    # The memory of a CPU is the host's
+    needed = account.peak_bytes + (account.host if machine.shared else 0)
+    room = math.inf if machine.shared else host.memory
     return Candidate(
         scheme,
         account,
-        fits=fits,
+        fits=needed <= usable
+        and account.host * machine.local <= room
+        and account.by_tier[Tier.NVME] * machine.local <= host.nvme,
         usable=usable,
+        needed=needed,
         accumulation=accumulation,
-        states=papers_bytes(units, convention, recipe, scheme.stage),
+        states=papers_bytes(
+            program.rank, average(job, model), recipe, scheme.stage
+        ),
         activations=kept.activity.peak,
         notes=(*kept.activity.notes, *notes),
-        shared=machine.shared,
         reserve=reserve,
-        balance=program.owned.balance if program.owned and program.owned.balance.matrices else None,
+        balance=owned.balance if owned and owned.balance.matrices else None,
         stage=stage.index,
-        bubble=bubble(degrees, accumulation),
         holders={rule_of(p.name).kind: degrees.holding(divided_along(p, degrees)) for p in stage.parameters},
     )  # fmt: skip
 
@@ -348,34 +332,26 @@ def unlike(stages: Sequence[Stage]) -> list[Stage]:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def peak_of(
-    highest: Mapping[tuple[str, str], Mapping[str, int]],
-    activity: Activity,
-    states: int,
-    fragmented: float,
-    updating: int = 0,
-) -> dict[str, int]:
-    """Return the categories of the moment that is largest with fragmentation.
-
-    Args:
-        highest: the engine's bytes while each unit runs (`Program.highest`).
-        updating: temporary bytes of the update.
+def peak_of(program: Program, activity: Activity, states: int, fragmented: float) -> dict[str, int]:
+    """Return the categories of the moment that is largest with fragmentation. `states`: bytes of the
+    optimizer's.
     """
+    highest, rows = program.highest, list[dict[str, int]]()
     last: dict[str, Mapping[str, int]] = {}
     for (phase, _), held in highest.items():
         last[phase] = max(last.get(phase, held), held, key=lambda by: sum(by.values()))
-    rows: list[dict[str, int]] = []
+    updating = program.owned.beside if program.owned else 0
     for at in {**highest, **activity.passes}:
         found = activity.passes.get(at, Pass())
-        mine = {
+        row = {
+            **(highest.get(at) or last.get(at[0], {})),
             ACTIVATIONS: found.nbytes - found.logits - found.gradients,
             LOGITS: found.logits,
             TEMPORARY: updating if at[0] == "step" else found.gradients,
             MOMENTS: states,
         }
-        rows.append({**(highest.get(at) or last.get(at[0], {})), **mine})
-    for row in rows:
         row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
+        rows.append(row)
     return max(rows, key=lambda row: sum(row.values()))
 
 
@@ -401,34 +377,19 @@ def _reserve(
     """Return the bytes of a GPU beside its tensors: those for the largest group that holds parameters,
     with the communicators of the other groups and one for each other axis.
     """
-    groups = sorted({holding(degrees, divided) for divided in held}, key=len)
-    given = machine.node_ranks, on_nccl(machine), degrees.dp * degrees.cp
-    *others, (largest, decided) = (exchanges(ranks, recipe, *given) for ranks in groups)
-    found = reserve_of(decided, machine, largest)
+    given = machine.node_ranks, not machine.shared, degrees.dp * degrees.cp
+    found = []
+    for ranks in sorted({holding(degrees, along) for along in held}, key=len):
+        topology, decided = exchanges(ranks, recipe, *given)
+        found.append(reserve_of(decided, machine, topology))
     axes = sum(n > 1 for n in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
-    more = axes + sum(communicators_of(topology) for topology, _ in others)
-    return replace(found, communicators=found.communicators + more)
+    return replace(found[-1], communicators=axes + sum(one.communicators for one in found))
 
 
 # -- what is sent ----------------------------------------------------------------------------------
 
 
-def _sums(program: Program, machine: Machine) -> dict[str, dict[str, int]]:
-    """Add up what a step sends by link, and along the axes of a mesh."""
-    out: dict[str, Counter[str]] = {"axes": Counter(), "links": Counter()}
-    for op, times in program.counted():
-        if op.move in IN_LAYERS:
-            out["axes"][op.move] += times * op.nbytes  # type: ignore[assignment]
-        elif op.kind == "move":
-            far = between(op, machine)
-            out["links"]["inside"] += times * (op.nbytes - far)  # type: ignore[assignment]
-            out["links"]["between"] += times * far  # type: ignore[assignment]
-    return {name: {k: round(n) for k, n in by.items() if n} for name, by in out.items()}
-
-
-def in_layers(
-    question: Question, scheme: Scheme, stage: Stage
-) -> list[tuple[str, float, int, Sequence[int]]]:
+def in_layers(question: Question, scheme: Scheme, stage: Stage) -> list[Layer]:
     """Return (axis, bytes, messages, ranks) that a block sends in a pass, as the mean over passes."""
     degrees = scheme.degrees
     if degrees.tp * degrees.cp * degrees.ep == 1:
@@ -436,7 +397,7 @@ def in_layers(
     dims, job = dims_of(question.model), question.job
     t, c, x = degrees.tp, degrees.cp, degrees.ep
     once = scheme.micro_batch * job.seq / c * COMPUTE_DTYPES[job.computes].itemsize
-    passes = (2 + RECOMPUTED[scheme.checkpointing]) / 2
+    passes = (2 + CHECKPOINTING[scheme.checkpointing]) / 2
     ends = (stage.first + stage.last) / 2 / max(stage.blocks, 1)
     reduced = once * 2 * dims.hidden * (t - 1) / t
     width = dims.hidden / (t if degrees.sequence_divided else 1)
@@ -445,19 +406,11 @@ def in_layers(
         ("cp", passes * once * (dims.k + dims.v) / t * (c - 1), 1),
         ("ep", passes * 2 * once * dims.active * width * (x - 1) / x, 2),
     )
-    return [(axis, n, calls, _along(axis, degrees)) for axis, n, calls in found if n]
-
-
-#: The share of blocks whose forward pass runs again, by checkpointing.
-RECOMPUTED = {"none": 0.0, "selective": 0.5, "full": 1.0}
-
-
-def _along(axis: str, degrees: Degrees) -> tuple[int, ...]:
-    """Return the ranks along one axis of the mesh, from rank 0."""
-    stride = 1
-    for name in AXES[AXES.index(axis) + 1 :]:
-        stride *= degrees.sizes[name]
-    return tuple(range(0, stride * degrees.sizes[axis], stride))
+    return [
+        (axis, n, calls, holding(degrees, tuple(other for other in AXES if other != axis)))
+        for axis, n, calls in found
+        if n
+    ]
 
 
 def crossings(question: Question, scheme: Scheme, stage: Stage) -> float:
@@ -470,18 +423,6 @@ def crossings(question: Question, scheme: Scheme, stage: Stage) -> float:
     width = dims_of(question.model).hidden / (degrees.tp if degrees.sequence_divided else 1)
     each = scheme.micro_batch * job.seq / degrees.cp * width * COMPUTE_DTYPES[job.computes].itemsize
     return each * (2 * degrees.chunks - stage.last - stage.first)
-
-
-def _sent(
-    question: Question, scheme: Scheme, stage: Stage, wire: int, axes: Mapping[str, int]
-) -> dict[str, int]:
-    """Return the bytes that a rank sends in a step by axis, "data" for the ranks that hold the same
-    parameters; {} with data ranks alone.
-    """
-    if scheme.degrees.data_only:
-        return {}
-    crossed = round(crossings(question, scheme, stage) * question.micro_batches(scheme))
-    return filled({"data": wire, **axes, "pp": crossed})
 
 
 # -- seconds ---------------------------------------------------------------------------------------
@@ -507,13 +448,13 @@ def pass_seconds(question: Question, activity: Activity) -> float:
 
 def _seconds(
     question: Question, scheme: Scheme, stage: Stage, program: Program, kept: OnHost
-) -> tuple[dict[str, float], dict[str, float], tuple[str, ...]]:
-    """Return (the seconds of a step, those in which tiers are busy, notes on what they assume)."""
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return (the seconds of a step, those in which tiers are busy)."""
     machine, activity = question.machine, kept.activity
     whole, soft = pass_seconds(question, activity), machine.software
     each = whole / activity.flops if activity.flops else 0.0
     passes = {at: one.flops * each for at, one in activity.passes.items()}
-    parts, busy = step_seconds(program, Prices(machine, passes))
+    parts, busy = step_seconds(program, machine, passes)
     out = dict.fromkeys(SECONDS[:-1], 0.0) | parts
     if scheme.degrees.pp > 1:
         degrees, accumulation = scheme.degrees, question.micro_batches(scheme)
@@ -528,21 +469,16 @@ def _seconds(
         out["pipeline sends"] = max(0.0, sends) + 2 * (degrees.pp - 1) * soft.hop_seconds
     out = {name: out[name] for name in SECONDS[:-1]} | {k: v for k, v in out.items() if v}
     out["step"] = sum(out.values())
-    return out, busy, _notes(machine)
+    return out, busy
 
 
-def _notes(machine: Machine) -> tuple[str, ...]:
+def _reached(machine: Machine) -> str:
     """Return a note about the assumptions on software, or on what was measured."""
     software = machine.software
+    share = f"{software.kernel_share:.0%} of the rate of large matrix products"
     if machine.is_here:
-        return (
-            f"training steps measured on this machine reach {software.kernel_share:.0%} of the rate"
-            " of large matrix products; seconds count that in",
-        )
-    said = (
-        f"seconds assume that a step reaches {software.kernel_share:.0%} of the rate of large"
-        " matrix products"
-    )
+        return f"training steps measured on this machine reach {share}; seconds count that in"
+    said = f"seconds assume that a step reaches {share}"
     if machine.ranks > 1:
         slower = slowest_of(machine.ranks, software.straggler) - 1
         said += (
@@ -550,4 +486,4 @@ def _notes(machine: Machine) -> tuple[str, ...]:
             f" of ranks: {1e6 * software.hop_seconds:.0f} µs for each hop of a ring, and {slower:.1%}"
             f" waiting for the slowest of {machine.ranks:,}"
         )
-    return (said,)
+    return said

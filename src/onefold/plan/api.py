@@ -1,14 +1,23 @@
-"""The calls for users: `onefold.plan(...)`, from a model and a machine to the recommended recipe,
-and the plan for the machine that this process runs on (`onefold.plan.recipe_for`, `onefold train
---stage auto`).
+"""A plan: does the job fit, how fast is it, which stage is needed; for a machine of the table
+(`onefold.plan(...)`) or for the one that this process runs on (`onefold.plan.recipe_for`, `onefold
+train --stage auto`).
+
+model    a module, a folder or config.json, `module:factory`, a public architecture's name, a number of parameters
+machine  `machine(gpus, per_node, gpu, link)`, or this one as `onefold doctor --calibrate` measured it
+job      sequence, micro-batch, global batch, precision, checkpointing, optimizer, LoRA, offload
+axes     tensor, pipeline, context and expert parallelism
+         └──► Plan: every stage side by side (or the best meshes), the recommendation, what the next steps would buy
 """
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +28,16 @@ from torch import nn
 from onefold.device import available, default_device, device_count, free_memory, with_index
 from onefold.machine.calibration import Calibration
 from onefold.memory import free_host_memory
-from onefold.plan import hardware
-from onefold.plan.account import Candidate
+from onefold.plan import hardware, search
+from onefold.plan.account import Candidate, Question
 from onefold.plan.hardware import Gpu, Machine
-from onefold.plan.job import Convention, Job
-from onefold.plan.planner import Plan
-from onefold.plan.planner import plan as _plan
+from onefold.plan.job import SOMEWHERE, Job
+from onefold.plan.notes import assumptions_of, notes_of
+from onefold.plan.search import SlowLinks
 from onefold.plan.shapes import ModelShape
+from onefold.plan.subject import subject_of
 from onefold.recipe import Recipe
+from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import readable
 
 #: Fields of `Degrees` that are no degree, with their defaults.
@@ -34,105 +45,308 @@ MESH = {"chunks": 1, "schedule": "1f1b", "sequence_parallel": True, "expert_tp":
 #: The share of free memory that training may take. The rest is for buffers of libraries and for
 #: later processes.
 USABLE = 0.9
+#: Options of a job that a plan of a mesh does not count.
+_NOT_COUNTED = (
+    "offload_optimizer", "offload_gradients", "offload_param", "offload_activations", "nvme", "step_in_backward", "units",
+    "gather_codec", "reduce_codec", "frozen", "second_copy", "shard_group", "optimizer_over",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Beside:
-    """A node's free bytes beside its devices: of the host's memory, and of the disks that may be
-    used.
+@dataclass(frozen=True, repr=False)
+class Plan:
+    """The answers, per rank. `print` shows them as `onefold plan` does.
+
+    Attributes:
+        stages: one candidate for each stage that the job's options allow, as the job is asked (or
+            with the recommendation's checkpointing and micro-batch); of a search the best meshes.
+        recommended: what to run; None if nothing fits. `why_not` then says what is nearest.
+        next_steps: what further steps would buy, each slower than those before.
+        largest_micro_batch: samples that fit, by stage; 0: none.
+        activations: where they come from.
+        notes: sentences that may change a decision. assumptions: what the figures rest on; the first
+            states the bytes per parameter.
+        slow_links: every way to send less between nodes; None if their links are not slow.
+        native: the recommendation with gradients added up by NCCL, or in rank order if it has that;
+            None if there is no choice.
+        asked: the stages that may be recommended; (): all.
+        searched: how many meshes were looked at; 0: none was searched for.
     """
 
-    host: float
-    disk: float
+    model: ModelShape
+    machine: Machine
+    job: Job
+    stages: tuple[Candidate, ...]
+    recommended: Candidate | None
+    next_steps: tuple[Candidate, ...] = ()
+    largest_micro_batch: Mapping[int, int] = field(default_factory=dict)
+    activations: str = ""
+    why_not: str = ""
+    notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    slow_links: SlowLinks | None = None
+    native: Candidate | None = None
+    asked: tuple[int, ...] = ()
+    searched: int = 0
 
-    @classmethod
-    def here(cls, folders: Sequence[str]) -> Beside:
-        """Look at this node, with state divided among `folders`: each takes the same, and folders on
-        one disk share its free bytes. Raises ValueError for a folder that does not exist.
+    @property
+    def shown(self) -> Candidate:
+        """The candidate that is shown in detail: the recommendation, or if nothing fits the last of
+        the asked stages.
         """
-        disks: dict[int, list[Path]] = {}
-        for path in map(Path, folders):
-            if not path.is_dir():
-                raise ValueError(
-                    f"nvme={str(path)!r}: there is no such folder; make one on the disk"
-                    " that is to be used."
-                )
-            disks.setdefault(path.stat().st_dev, []).append(path)
-        each = [shutil.disk_usage(there[0]).free / len(there) for there in disks.values()]
-        return cls(free_host_memory(), min(each) * len(folders) if each else 0.0)
+        found = self.recommended or _last_asked(self.stages, self.asked)
+        assert found is not None
+        return found
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recommended recipe, for `onefold.shard`. Raises ValueError: nothing fits, or states
+        go to NVMe and no folder there is known.
+        """
+        if self.recommended is None:
+            raise ValueError(self.why_not)
+        recipe = self.recommended.scheme.recipe(self.job)
+        if not recipe.on_disk or SOMEWHERE not in recipe.nvme:
+            return recipe
+        if not self.machine.disk:
+            raise ValueError(
+                f"the plan is {self.recommended.scheme}, and no folder for it is known: give"
+                f" nvme='/path/on/the/disk'."
+            )
+        return recipe.replace(nvme=(self.machine.disk,))
+
+    def __repr__(self) -> str:
+        scheme = self.recommended.scheme if self.recommended else None
+        best = f"{scheme}, micro-batch {scheme.micro_batch}" if scheme else "nothing fits"
+        return f"Plan({self.model.name} on {self.machine.ranks} × {self.machine.gpu.name}: {best})"
+
+    def __str__(self) -> str:
+        try:
+            from rich.console import Console
+
+            from onefold.plan.tables import show
+        except ModuleNotFoundError:  # rich comes with the commands, the core does without it
+            return json.dumps(self.to_json(), indent=2)
+        text = io.StringIO()
+        show(self, Console(file=text, width=140, highlight=False, soft_wrap=True))
+        return text.getvalue().rstrip()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, as `onefold plan --json` prints it. `recipe` has the arguments of
+        `Recipe.zero`, with torch's names of dtypes.
+        """
+        model, machine = self.model, self.machine
+        own = {f.name: _plain(getattr(self, f.name)) for f in fields(self)}
+        own |= {
+            "model": {
+                "name": model.name,
+                "parameters": model.numel,
+                "active": model.active_numel,
+                "trainable": model.trainable,
+            },
+            "machine": {
+                "gpu": machine.gpu.name,
+                "ranks": machine.ranks,
+                "per_node": machine.per_node,
+                "bytes": machine.capacity,
+            },
+            "job": {**vars(self.job), "options": _plain(dict(self.job.options))},
+        }
+        return {"schema": 2, **own, "recipe": self._recipe_json()}
+
+    def _recipe_json(self) -> dict[str, Any] | None:
+        if self.recommended is None:
+            return None
+        recipe, job = self.recommended.scheme.recipe(self.job), self.job
+        with suppress(ValueError):  # the planned machine has folders that are not known here
+            recipe = self.recipe
+        own = {"precision": job.precision, "accumulate_dtype": job.accumulate_dtype}
+        given = {"stage": recipe.stage, **own, **recipe.given}
+        if SOMEWHERE in given.get("nvme", ()):
+            del given["nvme"]
+        plain: dict[str, Any] = _plain(given)
+        return plain
+
+
+def _plain(value: Any) -> Any:
+    """Return plain data: dtypes and classes by name."""
+    if isinstance(value, (Candidate, SlowLinks)):
+        return value.to_json()
+    if isinstance(value, Mapping):
+        return {key: _plain(v) for key, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, type):
+        return value.__name__
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def planned(
+    model: nn.Module | ModelShape | str | Path | float,
+    machine: Machine,
+    job: Job | None = None,
+    *,
+    stages: tuple[int, ...] = (),
+    batch: Callable[[int], Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    largest: bool = True,
+    axes: Mapping[str, int | str] | None = None,
+    **options: Any,
+) -> Plan:
+    """Account for every stage of a job on a machine and recommend one.
+
+    Args:
+        model, batch, loss, largest: as for `plan`.
+        machine: from `onefold.plan.hardware.machine`, or `hardware.calibrated` for this one.
+        stages: those that may be recommended; (): all.
+        axes: tp, pp, cp and ep, each a number or "auto": the plan searches. None: data ranks alone.
+        options: further fields of `Degrees`: chunks, schedule, sequence_parallel, expert_tp.
+
+    Raises:
+        ValueError: an unknown name, a batch that does not divide, a module that cannot be traced, a
+            mesh that is not possible, with what to choose instead.
+    """
+    if axes is not None:
+        _refuse(job or Job(), machine)
+    subject = subject_of(model, job or Job(), batch, loss, machine)
+    job, shape = subject.job, subject.shape
+    if not subject.repeats and not job.checkpointing:
+        job = replace(job, checkpointing="none")  # there is no block to recompute
+    question = Question(shape, subject.activities, machine, job)
+    more: dict[str, Any] = {}
+    if axes is not None:
+        rows, more["searched"] = search.meshes_of(question, axes, options, stages)
+        best = min((c for c in rows if c.fits), key=search.in_order, default=None)
+        why_not = "" if best else search.no_mesh_fits(question, rows, more["searched"])
+    else:
+        best = search.recommend(question, stages)
+        rows = search.side_by_side(question, best, stages)
+        why_not = "" if best else search.cannot_fit(question, stages)
+        if best is not None:
+            more["slow_links"] = slow = search.slow_links(question, best, stages)
+            best = slow.taken if slow is not None else best
+            more["next_steps"] = tuple(search.next_steps(question, best, stages))
+            more["native"] = _otherwise_added(question, best)
+        sizes = more["largest_micro_batch"] = dict[int, int]()
+        for c in rows if largest else ():
+            fitting = search.largest_micro_batch(question, c.scheme)
+            sizes[c.scheme.stage] = fitting.scheme.micro_batch if fitting else 0
+    shown, said = best or _last_asked(rows, stages), list(subject.notes)
+    if shown is not None:
+        said = [*assumptions_of(question, shown), *shown.notes, *said]
+        more["notes"] = tuple(notes_of(question, shown)) if axes is None else ()
+    return Plan(
+        shape, machine, job, tuple(rows), best,
+        activations=subject.source, why_not=why_not, assumptions=tuple(said), asked=stages, **more,
+    )  # fmt: skip
+
+
+def _otherwise_added(question: Question, best: Candidate) -> Candidate | None:
+    """Return the recommendation with gradients added up the other way, by NCCL or in rank order. None
+    if there is no choice (one rank, gloo, encoded gradients), or if the machine's speeds are unknown.
+    """
+    machine, job, recipe = question.machine, question.job, best.scheme.recipe(question.job)
+    # Calibrations measure ordered sums only
+    if machine.ranks == 1 or machine.is_here or recipe.gradients.codec is not None:
+        return None
+    other = "native" if recipe.reduce != "native" else "ordered"
+    otherwise = replace(job, options=tuple({**dict(job.options), "reduce": other}.items()))
+    return replace(question, job=otherwise).answer(best.scheme)
+
+
+def _last_asked(candidates: Sequence[Candidate], stages: tuple[int, ...]) -> Candidate | None:
+    """Return the last candidate at one of `stages`; without any, the last of all."""
+    asked = [c for c in candidates if c.scheme.stage in stages] or candidates
+    return asked[-1] if asked else None
+
+
+# -- meshes ----------------------------------------------------------------------------------------
+
+
+def _refuse(job: Job, machine: Machine) -> None:
+    if machine.is_here and machine.is_timed:
+        raise ValueError(
+            "--here measured moves among all ranks, none along an axis: give --gpus and --gpu instead."
+        )
+    if not job.micro_batch:
+        raise ValueError(
+            "--micro-batch auto: a plan of a mesh takes a number of samples, since more of them at once"
+            " change the pipeline's bubble; give --micro-batch 1, 2 or 4 and compare."
+        )
+    given = [n for n in _NOT_COUNTED if dict(job.options).get(n) not in (None, False)]
+    given += ["offload"] if job.offload not in ("", "none") else []
+    given += ["lora"] if job.lora_rank else []
+    given += [f"optimizer {job.optimizer}"] if PLANNED[job.optimizer].update == WHOLE else []
+    if given:
+        flags = ", ".join(f"--{n.replace('_', '-')}" for n in given)
+        raise ValueError(
+            f"{flags}: a plan of a mesh (--tp, --pp, --cp, --ep) does not count it; leave one of the"
+            " two out."
+        )
+
+
+# -- on this machine, and for users ----------------------------------------------------------------
+
+
+def room_beside(folders: Sequence[str]) -> tuple[float, float]:
+    """Return this node's free bytes beside its devices: of the host's memory, and of the disks that may
+    be used, with state divided among `folders`: each takes the same, and folders on one disk share its
+    free bytes. Raises ValueError for a folder that does not exist.
+    """
+    disks: dict[int, list[Path]] = {}
+    for path in map(Path, folders):
+        if not path.is_dir():
+            raise ValueError(
+                f"nvme={str(path)!r}: there is no such folder; make one on the disk"
+                " that is to be used."
+            )
+        disks.setdefault(path.stat().st_dev, []).append(path)
+    each = [shutil.disk_usage(there[0]).free / len(there) for there in disks.values()]
+    return free_host_memory(), min(each, default=0.0) * len(folders)
 
 
 def machine_here(
-    ranks: int, local: int, free: int, device: str, beside: Beside, measured: bool = True
+    ranks: int,
+    local: int,
+    free: int,
+    device: str,
+    beside: tuple[float, float],
+    measured: bool = True,
 ) -> Machine:
     """Return this machine with `ranks` ranks, `local` of them on this node, of whose `free` bytes
-    training may take USABLE.
+    training may take USABLE. `beside`: see `room_beside`.
 
     `onefold doctor --calibrate` measures its speeds. Without them, or if they shall not be asked for, a
     plan has bytes and no seconds.
     """
-    known = hardware.builtin()
-    try:
-        found = hardware.calibrated(Calibration.load())
-    except ValueError:
-        measured = False
-    if not measured or (found.ranks, found.ranks, found.shared) != (ranks, local, device == "cpu"):
+    known, shared = hardware.builtin(), device == "cpu"
+    found = None
+    with suppress(ValueError):
+        found = hardware.calibrated(Calibration.load()) if measured else None
+    if found is None or (found.ranks, found.ranks, found.shared) != (ranks, local, shared):
         between = known.link("100g") if ranks > local else None
-        gpu = Gpu("here", free, 1e10, "this machine", fp32=1e12)
-        found = Machine(
-            gpu, ranks, local, between, known.hosts["default"], shared=device == "cpu", is_timed=False
-        )  # fmt: skip
-    host = replace(found.host, memory=beside.host, nvme=beside.disk)
+        gpu, host = Gpu("here", free, 1e10, "this machine", fp32=1e12), known["host"]["default"]
+        found = Machine(gpu, ranks, local, between, host, shared=shared, is_timed=False)
+    host = replace(found.host, memory=beside[0], nvme=beside[1])
     return replace(found, gpu=replace(found.gpu, capacity=int(free * USABLE)), host=host)
 
 
-def plan_here(
-    model: nn.Module | str,
-    job: Job,
-    *,
-    ranks: int,
-    local_ranks: int,
-    free: int,
-    device: str,
-    beside: Beside | None = None,
-    axes: Mapping[str, int | str] | None = None,
-    **options: Any,
-) -> Plan:
-    """Plan a real module on this machine. Not collective: the same figures give every rank the same
-    plan.
-
-    Args:
-        free: free bytes of a rank, on the rank that has least.
-        device: "cpu" or "cuda".
-        beside: what its node has; None: looks.
-        axes, options: as for `onefold.plan.planner.plan`, with its other arguments.
-
-    Raises:
-        ValueError: the module cannot be traced, or the batch does not divide.
-    """
-    beside = beside or Beside.here(job.folders)
-    # Measured speeds are not by axis
-    machine = machine_here(ranks, local_ranks, free, device, beside, measured=axes is None)
-    return _plan(model, machine, job, largest=False, axes=axes, **options)
-
-
-def _least(free: int, job: Job, ranks: int) -> tuple[int, Beside]:
+def _least(free: int, job: Job, ranks: int) -> tuple[int, tuple[float, float]]:
     """Return the free bytes of the rank that has least, on its device and beside it. Collective;
     raises ValueError on every rank if a folder of any rank does not exist.
     """
-    found: Beside | str
+    found: Any
     try:
-        found = Beside.here(job.folders)
+        found = free, *room_beside(job.folders)
     except ValueError as error:
         found = str(error)
-    every: list[Any] = [(free, found)] * ranks
+    every = [found] * ranks
     if ranks > 1:
-        dist.all_gather_object(every, (free, found))
-    for _, said in every:
+        dist.all_gather_object(every, found)
+    for said in every:
         if isinstance(said, str):
             raise ValueError(said)
-    least = Beside(min(b.host for _, b in every), min(b.disk for _, b in every))
-    return min(f for f, _ in every), least
+    least, host, disk = map(min, zip(*every, strict=True))
+    return least, (host, disk)
 
 
 def recipe_for(
@@ -174,33 +388,18 @@ def recipe_for(
     local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", device_count() or ranks)))
     free = free_memory(where) if where.type != "cpu" else free_host_memory() // local
     free, beside = _least(free, job, ranks)
-    found = plan_here(
-        model,
-        job,
-        ranks=ranks,
-        local_ranks=local,
-        free=free,
-        device=where.type,
-        batch=batch,
-        loss=loss,
-        beside=beside,
-    )
-    if found.recommended is None:
-        raise ValueError(found.why_not)
-    recipe = found.recipe
-    return recipe.replace(remarks=(_planned(found.recommended, ranks),))
-
-
-def _planned(best: Candidate, ranks: int) -> str:
-    """Return the note of a planned recipe."""
+    machine = machine_here(ranks, local, free, where.type, beside)
+    found = planned(model, machine, job, largest=False, batch=batch, loss=loss)
+    recipe, best = found.recipe, found.shown
     accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
     peak = f"{readable(best.needed)} of {readable(best.usable)}"
     others = [f"{readable(n)} {tier.where}" for tier, n in best.account.by_tier.items() if n]
     more = f", {' and '.join(others)}" if others else ""
-    return (
+    said = (
         f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks}"
         f" ranks, {peak} at peak{more}."
     )
+    return recipe.replace(remarks=(said,))
 
 
 def plan(
@@ -219,7 +418,6 @@ def plan(
     batch: Callable[[int], Any] | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     largest: bool = True,
-    convention: Convention | None = None,
     **job: Any,
 ) -> Plan:
     """Plan what every stage of a job would hold, send and take on a machine, and recommend one.
@@ -244,7 +442,6 @@ def plan(
             of `input_ids` and `labels`.
         loss: makes the scalar loss of such a module's output.
         largest: also find the largest micro-batch for each stage.
-        convention: bytes per parameter by which states are counted papers' way; None: the job's.
         job: the fields of `plan.degrees.Degrees` beside (chunks, schedule, sequence_parallel,
             expert_tp); those of `plan.job.Job`: seq, micro_batch, global_batch, precision,
             accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of
@@ -259,25 +456,19 @@ def plan(
         raise ValueError(
             f"stage={stage!r}: expected 0, 1, 2 or 3, or None for the lowest that fits."
         )
-    mesh = {name: job.pop(name) for name in MESH if name in job}
+    others = {name: job.pop(name) for name in MESH if name in job}
     asked = Job.of(job, "onefold.plan")
     if machine is None and gpus is not None:
         for name, count in (("gpus", gpus), ("per_node", per_node)):
             if not isinstance(count, int) or isinstance(count, bool) or count < 1:
                 raise ValueError(f"{name}={count!r}: expected a whole number, 1 or more.")
-        for name, text in (("gpu", gpu), ("link", link)):
-            if not isinstance(text, str):
-                raise ValueError(
-                    f"{name}={text!r}: expected a name such as"
-                    f" {'h100-80' if name == 'gpu' else '8x200g'}."
-                )
         machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
     if machine is None:
         free = free_memory() if available() else free_host_memory()
-        machine = machine_here(1, 1, free, default_device().type, Beside.here(asked.folders))
+        machine = machine_here(1, 1, free, default_device().type, room_beside(asked.folders))
     axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-    others = {name: mesh[name] for name in mesh if mesh[name] != MESH[name]}
-    return _plan(
+    on_mesh = bool(others.items() - MESH.items()) or any(n != 1 for n in axes.values())
+    return planned(
         model,
         machine,
         asked,
@@ -285,7 +476,6 @@ def plan(
         batch=batch,
         loss=loss,
         largest=largest,
-        axes=axes if others or any(n != 1 for n in axes.values()) else None,
-        convention=convention,
-        **mesh,
+        axes=axes if on_mesh else None,
+        **others,
     )

@@ -119,14 +119,8 @@ class Degrees:
         """The sizes of `AXES`."""
         return {"dp": self.dp // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
 
-    def holders(self, divided: tuple[str, ...]) -> Holders:
-        """Return the holders of a parameter that is divided along `divided`, as the runtime finds
-        them.
-        """
-        return _holders(self, divided)
-
     def holding(self, divided: tuple[str, ...]) -> int:
-        """Return how many ranks hold each part of such a parameter: `holders(divided).size`, without
+        """Return how many ranks hold each part of such a parameter: `holders(self, divided).size`, without
         the list of ranks. The search asks for many meshes.
         """
         return prod(ranks for name, ranks in self.sizes.items() if name not in divided)
@@ -152,7 +146,8 @@ ALONE = Degrees()
 
 
 @lru_cache(maxsize=64)
-def _holders(degrees: Degrees, divided: tuple[str, ...]) -> Holders:
+def holders(degrees: Degrees, divided: tuple[str, ...]) -> Holders:
+    """Return the holders of a parameter that is divided along `divided`, as the runtime finds them."""
     return Mesh(AXES, tuple(degrees.sizes.values()), DATA).holders(divided)
 
 
@@ -180,37 +175,21 @@ def dims_of(model: ModelShape) -> Transformer:
 
 def most_tp(dims: Transformer, machine: Machine) -> list[int]:
     """Return the tensor-parallel degrees that this model and machine allow."""
-    return [n for n in divisors(machine.local) if _divides(n, dims) is None]
+    counts = machine.local, dims.heads, dims.kv_heads or dims.heads, dims.ffn
+    return [n for n in divisors(machine.local) if not any(count % n for count in counts)]
 
 
-def _divides(tp: int, dims: Transformer) -> tuple[int, str] | None:
-    """Return (what `tp` does not divide, its name), or None."""
-    kv = dims.kv_heads or dims.heads
-    for count, name in (
-        (dims.heads, "heads"),
-        (kv, "heads of keys and values"),
-        (dims.ffn, "columns of the feed-forward"),
-    ):
-        if count % tp:
-            return count, name
-    return None
-
-
-def check(degrees: Degrees, model: ModelShape, machine: Machine) -> None:
-    """Raises ValueError: these degrees (but dp) are not possible for this model on this machine. The
-    sentence says what to choose.
+def check(degrees: Degrees, model: ModelShape, machine: Machine, seq: int) -> None:
+    """Raises ValueError: these degrees (but dp) are not possible for this model on this machine, with
+    samples of `seq` tokens. The sentence says what to choose.
     """
     dims = dims_of(model)
     tp, pp, ep = degrees.tp, degrees.pp, degrees.ep
-    if (found := _divides(tp, dims)) is not None:
-        count, name = found
+    if tp not in (possible := most_tp(dims, machine)):
         raise ValueError(
-            f"--tp {tp} does not divide {count:,} {name}: choose {one_of(most_tp(dims, machine))}."
-        )
-    if tp > machine.local or machine.local % tp:
-        raise ValueError(
-            f"--tp {tp} does not stay inside a node of {machine.local} GPUs: choose"
-            f" {one_of(most_tp(dims, machine))}."
+            f"--tp {tp} has to divide the {machine.local} GPUs of a node, {dims.heads} heads,"
+            f" {dims.kv_heads or dims.heads} heads of keys and values, and {dims.ffn:,} columns of the"
+            f" feed-forward: choose {one_of(possible)}."
         )
     if pp * degrees.chunks > dims.layers:
         parts = f"--pp {pp}" + (f" × --chunks {degrees.chunks}" if degrees.chunks > 1 else "")
@@ -225,10 +204,6 @@ def check(degrees: Degrees, model: ModelShape, machine: Machine) -> None:
             f"--ep {ep} does not divide {dims.experts} experts: choose"
             f" {one_of(divisors(dims.experts))}."
         )
-
-
-def check_sequence(degrees: Degrees, seq: int) -> None:
-    """Raises ValueError: the tokens of a sample do not divide among the ranks that divide them."""
     cp = degrees.cp
     # Causal attention is balanced by two pieces a rank (Llama team 2024, section 3.3.2)
     pieces = 2 * cp if cp > 1 else 1

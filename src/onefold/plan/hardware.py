@@ -185,11 +185,8 @@ class Machine:
 
     def peak(self, precision: str) -> float:
         """Return the nominal FLOP/s of one GPU, to which MFU refers. A precision without a rate
-        (bf16 on V100 and T4) has the rate of fp32. Raises ValueError: a precision that is not
-        known.
+        (bf16 on V100 and T4) has the rate of fp32.
         """
-        if precision not in PRECISIONS:
-            raise ValueError(f"precision {precision!r}: expected one of {', '.join(PRECISIONS)}.")
         return self.gpu.rates.get(precision, self.gpu.rates["fp32"])
 
     def matrix_rate(self, precision: str) -> float:
@@ -201,37 +198,60 @@ class Machine:
         return min(self.gpu.host_link, self.host.link_bandwidth / self.local)
 
 
-@dataclass(frozen=True)
-class Catalogue:
-    """All GPUs, links and hosts with a name."""
-
-    gpus: Mapping[str, Gpu]
-    links: Mapping[str, Link]
-    hosts: Mapping[str, Host]
+class Catalogue(dict[str, dict[str, Any]]):
+    """All GPUs, links and hosts: rows by name, by kind."""
 
     def gpu(self, name: str) -> Gpu:
         """Return a GPU by name. Raises ValueError with the nearest names."""
-        plain = name.strip().lower()
-        if plain not in self.gpus:
-            raise ValueError(f"no GPU is called {name!r}. {did_you_mean(plain, self.gpus, 3)}")
-        return self.gpus[plain]
+        return self._row("gpu", name)
 
     def link(self, name: str) -> Link:
         """Return a link by name, or by its rate: "100g", "8x200g" (Gbit/s of a node), "25GB/s".
         Raises ValueError with the nearest names.
         """
-        plain = name.strip().lower()
-        if plain in self.links:
-            return self.links[plain]
-        in_bytes = "GB/s" in name
+        plain = str(name).strip().lower()
+        in_bytes = "GB/s" in str(name)
         match = _RATE.fullmatch(plain if in_bytes else plain.replace("gb/s", "gbit/s"))
         if match and (rate := int(match[1] or 1) * float(match[2])) > 0:
             bits = 1 if match[3] == "gb/s" else 8
             return Link(plain, rate * 1e9 / bits, f"{name} between nodes")
+        rates = " Or give its rate: '100g', '8x200g' (Gbit/s of a node), '25GB/s'."
+        return self._row("link", name, rates)
+
+    def _row(self, kind: str, name: str, otherwise: str = "") -> Any:
+        known, plain = self[kind], str(name).strip().lower()
+        if plain in known:
+            return known[plain]
+        what = kind.upper() if kind == "gpu" else kind
         raise ValueError(
-            f"no link is called {name!r}. {did_you_mean(plain, self.links, 3)} Or give its rate: '100g',"
-            " '8x200g' (Gbit/s of a node), '25GB/s'."
+            f"no {what} is called {name!r}. {did_you_mean(plain, known, 3)}{otherwise}"
         )
+
+    def with_rows(self, tables: Mapping[str, Any]) -> Catalogue:
+        """Return the catalogue with the rows of a file: new ones, or changed keys of known ones.
+        Raises ValueError with the key, and what was expected.
+        """
+        out = Catalogue({kind: dict(self.get(kind, {})) for kind in _KINDS})
+        # A calibration is such a file, with a table more
+        for kind in _checked(tables, (*_KINDS, "measured"), "the file").keys() & _KINDS.keys():
+            known = {f.name: f.default for f in fields(_KINDS[kind]) if f.name != "name"}
+            for name, entry in _checked(tables[kind], tables[kind], kind).items():
+                where, plain = f"{kind}.{name}", name.lower()
+                for key, value in _checked(entry, known, where).items():
+                    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+                    if key != "title" and not (number and 0 < value < 1e30):
+                        raise ValueError(
+                            f"{where}.{key} is {value!r}: expected a number above 0 and below 1e30."
+                        )
+                old = out[kind].get(plain) or (out[kind].get("default") if kind == "host" else None)
+                lacking = [
+                    k for k, default in known.items() if default is MISSING and k not in entry
+                ]
+                if lacking and old is None:
+                    raise ValueError(f"{where} lacks {', '.join(lacking)}.")
+                row = replace(old, **entry) if old else _KINDS[kind](name=plain, **entry)
+                out[kind][plain] = row
+        return out
 
 
 _KINDS: Mapping[str, Any] = {"gpu": Gpu, "link": Link, "host": Host}
@@ -246,41 +266,11 @@ def _checked(values: Any, known: Collection[str], where: str) -> Mapping[str, An
     return values
 
 
-def _row(kind: str, name: str, values: Any, old: Any) -> Any:
-    """Read one entry of a table. It changes the `old` one if there is one."""
-    where = f"{kind}.{name}"
-    known = {f.name: f.default for f in fields(_KINDS[kind]) if f.name != "name"}
-    for key, value in _checked(values, known, where).items():
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if key != "title" and not (number and 0 < value < 1e30):
-            raise ValueError(
-                f"{where}.{key} is {value!r}: expected a number above 0 and below 1e30."
-            )
-    if old is not None:
-        return replace(old, **values)
-    if lacking := [k for k, default in known.items() if default is MISSING and k not in values]:
-        raise ValueError(f"{where} lacks {', '.join(lacking)}.")
-    return _KINDS[kind](name=name, **values)
-
-
-def _merge(base: Catalogue, values: Mapping[str, Any]) -> Catalogue:
-    # A calibration is such a file, with a table more
-    _checked(values, (*_KINDS, "measured"), "the file")
-    found: list[dict[str, Any]] = []
-    for kind, before in zip(_KINDS, (base.gpus, base.links, base.hosts), strict=True):
-        known, entries = dict(before), values.get(kind, {})
-        for name, entry in _checked(entries, entries or (), kind).items():
-            old = known.get(name.lower()) or (known.get("default") if kind == "host" else None)
-            known[name.lower()] = _row(kind, name.lower(), entry, old)
-        found.append(known)
-    return Catalogue(*found)
-
-
 @cache
 def builtin() -> Catalogue:
     """Return the table of the package."""
     text = resources.files("onefold.plan").joinpath("hardware.toml").read_text(encoding="utf-8")
-    return _merge(Catalogue({}, {}, {}), tomllib.loads(text))
+    return Catalogue().with_rows(tomllib.loads(text))
 
 
 def catalogue(file: str | Path | None = None) -> Catalogue:
@@ -300,7 +290,7 @@ def catalogue(file: str | Path | None = None) -> Catalogue:
             " or [host.default]."
         )
     try:
-        return _merge(builtin(), tomllib.loads(path.read_text(encoding="utf-8")))
+        return builtin().with_rows(tomllib.loads(path.read_text(encoding="utf-8")))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a TOML file: {error}.") from None
     except RecursionError:
@@ -322,16 +312,16 @@ def machine(
     known = catalogue(file)
     found, joined = known.gpu(gpu), known.link(link)
     between = joined if gpus > per_node else None
-    return Machine(found, gpus, per_node, between, known.hosts["default"])
+    return Machine(found, gpus, per_node, between, known["host"]["default"])
 
 
 def calibrated(found: Calibration) -> Machine:
     """Return this machine as `onefold doctor --calibrate` measured it, all of its ranks on one node.
     Raises ValueError for a row that lacks a key or has a wrong one.
     """
-    table = _merge(builtin(), {"gpu": {"here": found.gpu}, "host": {"default": found.host}})
+    table = builtin().with_rows({"gpu": {"here": found.gpu}, "host": {"default": found.host}})
     software = Software(found.kernel_share, 1.0, found.hop_seconds, 0.0)
     return Machine(
-        table.gpu("here"), found.ranks, found.ranks, None, table.hosts["default"], software, found.contention,
+        table.gpu("here"), found.ranks, found.ranks, None, table["host"]["default"], software, found.contention,
         found.device == "cpu", disk=found.disk,
     )  # fmt: skip

@@ -90,7 +90,8 @@ OFFLOAD: Mapping[str, Way] = {
     ),
     "nvme": Way("states on NVMe", _DISK | {"offload_param": "nvme"}),
 }
-CHECKPOINTING = ("none", "selective", "full")
+#: The share of blocks whose forward pass runs again.
+CHECKPOINTING = {"none": 0.0, "selective": 0.5, "full": 1.0}
 #: The shares of the optimizer that may leave where a part is enough.
 PARTS = (0.25, 0.5, 0.75, 1.0)
 #: Options of a recipe that a job may set; stage and dtypes have fields of their own.
@@ -172,18 +173,13 @@ class Job:
             if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MOST:
                 raise ValueError(f"{name}={value!r}: expected a whole number from 0 to {MOST}.")
         for name, known in (
-            ("precision", (None, *COMPUTE_DTYPES)),
-            ("model_dtype", tuple(COMPUTE_DTYPES)),
-            ("accumulate_dtype", tuple(COMPUTE_DTYPES)),
-            ("checkpointing", ("", *CHECKPOINTING)),
-            ("offload", ("", *OFFLOAD)),
-            ("optimizer", tuple(PLANNED)),
+            ("checkpointing", CHECKPOINTING),
+            ("offload", OFFLOAD),
+            ("optimizer", PLANNED),
         ):
-            if getattr(self, name) not in known:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r}: expected one of"
-                    f" {', '.join(filter(None, known))}."
-                )
+            value = getattr(self, name)
+            if value not in known and (value or name == "optimizer"):
+                raise ValueError(f"{name}={value!r}: expected one of {', '.join(known)}.")
         if self.places:
             if self.offload not in ("", "none"):
                 given = ", ".join(sorted(self.places))

@@ -108,7 +108,7 @@ def assumptions_of(question: Question, shown: Candidate) -> Iterator[str]:
 def _of_job(question: Question) -> str:
     """Return a note on the bytes per parameter."""
     job = question.job
-    sums, found = job.recipe(3).gradients.dtype, question.convention or job.convention
+    sums, found = job.recipe(3).gradients.dtype, job.convention
     kept = job.moment_bytes
     names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
     return (

@@ -1,7 +1,7 @@
 """What updates of whole matrices add to a plan: the states, bytes, buffers and FLOPs of owners.
 
 Each matrix is stepped by one rank, its owner (layout/owners.py, optim/whole.py). Owners differ,
-so every figure here is one for each rank. A plan shows the largest of all ranks, each by itself.
+so a plan shows the largest figure of all ranks, each by itself.
 
 | figure    | what it counts, of one rank                                                               |
 |-----------|-------------------------------------------------------------------------------------------|
@@ -20,9 +20,9 @@ takes no others. Embeddings, the head, norms and biases are then stepped by the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from math import prod
 
 import torch
@@ -72,162 +72,115 @@ class Balance:
     """How evenly owners divide the updates of matrices.
 
     Attributes:
-        matrices: their number. elements: of all of them.
-        ranks: that own them.
-        staying: matrices that lie with their owner, and travel nowhere.
+        matrices: their number. ranks: that own them.
         busiest: the work of the busiest owner over the mean of all ranks.
         least: the least that any division of whole matrices among these ranks can reach.
     """
 
     matrices: int
-    elements: int
     ranks: int
-    staying: int
     busiest: float
     least: float
 
 
 @dataclass(frozen=True)
-class _Rank:
-    """The figures of one rank; see this module. Of offloaded state, `host_states` are on the host,
-    `carried` are bytes that go up for the step and down again, and `host_numel` elements are stepped
-    there.
-    """
-
-    states: int = 0
-    host_states: int = 0
-    sent: int = 0
-    buffers: int = 0
-    beside: int = 0
-    flops: int = 0
-    numel: int = 0
-    touched: int = 0
-    host_numel: int = 0
-    carried: int = 0
-
-
-@dataclass(frozen=True)
-class OwnedMatrices:
-    """The figures of every rank that exchanges pieces; see this module.
+class Owned:
+    """The figures of one rank, or the largest of all ranks; see this module.
 
     Attributes:
-        by_place: by place among these ranks.
+        touched: bytes that its updates move on the device.
+        host_states, host_touched: the same of offloaded state. carried: bytes of it that go up for the
+            step and down again.
         messages: successive exchanges of a step.
         level: the ranks that exchange: all, or those of a group.
     """
 
-    by_place: tuple[_Rank, ...]
-    balance: Balance
+    states: int
+    sent: int
+    buffers: int
+    beside: int
+    flops: int
+    touched: int
+    host_states: int
+    host_touched: int
+    carried: int
     messages: int
     level: Level
-
-    def at(self, place: int) -> _Rank:
-        """Return the figures of one rank, by its place."""
-        return self.by_place[place]
-
-    @cached_property
-    def most(self) -> _Rank:
-        """The largest of each figure over all ranks."""
-        names = _Rank.__dataclass_fields__
-        return _Rank(**{name: max(getattr(r, name) for r in self.by_place) for name in names})
+    balance: Balance
 
 
-@dataclass
-class _Kind:
-    """Matrices that travel in the same rounds: of one dtype, with or without their masters, on the
-    device or from the host. `products`: their update multiplies matrices.
-    """
-
-    itemsize: int
-    masters: bool
-    host: bool
-    products: bool
-    matrices: list[Matrix] = field(default_factory=list)
+_FIGURES = [f.name for f in fields(Owned)][:9]
 
 
-def place_of(flat: ShardSpec, position: int | None = None) -> int:
-    """Return the place of a rank among those that exchange pieces of `flat`."""
-    position = flat.position if position is None else position
+def place_of(flat: ShardSpec) -> tuple[int, int]:
+    """Return (this rank's place among those that exchange pieces of `flat`, their number)."""
     if flat.whole_master:
-        return 0
-    return position // flat.topology.outer if flat.group_master else position
+        return 0, 1
+    if flat.group_master:
+        return flat.position // flat.topology.outer, flat.topology.inner
+    return flat.position, flat.ranks
 
 
 def owned_matrices(
-    units: Sequence[UnitPlan], names: Iterable[str], optimizer: str
-) -> OwnedMatrices | None:
-    """Return the figures of all ranks for the parameters `names`, which are stepped whole; None if
-    the optimizer is element-wise, or nothing is trained.
+    units: Sequence[UnitPlan], names: Iterable[str], optimizer: str, place: int | None = None
+) -> Owned | None:
+    """Return the figures for the parameters `names`, which are stepped whole; None if the optimizer is
+    element-wise, or nothing is trained.
+
+    Args:
+        place: of a rank among those that exchange pieces; None: the largest of each figure.
     """
     names, row = frozenset(names), PLANNED[optimizer]
     other = PLANNED[row.rest] if row.rest else row
     flats = [f for u in units for f in u.flats if f.trainable]
     if row.update != WHOLE or not flats:
         return None
-    ranks = max(_ranks_of(f) for f in flats)
-    out = [dict.fromkeys(_Rank.__dataclass_fields__, 0) for _ in range(ranks)]
+    ranks = max(place_of(flat)[1] for flat in flats)
+    out = {name: [0] * ranks for name in _FIGURES}
     matrices: list[Matrix] = []
-    of: dict[int, ShardSpec] = {}
-    kinds: dict[tuple[int, bool, bool], _Kind] = {}
+    # Those that travel in the same rounds, by (bytes of an element, with their masters, on the host)
+    kinds: dict[tuple[int, bool, bool], list[Matrix]] = {}
     for flat in flats:
         item, host = flat.dtypes.master.itemsize, flat.tiers is not None
-        states, numel = ("host_states", "host_numel") if host else ("states", "numel")
-        for slot in flat.layout.slots:
-            if not slot.numel:
-                continue
+        on = "host_" if host else ""
+        for slot in filter(lambda slot: slot.numel, flat.layout.slots):
             pieces = pieces_of(flat, slot)
             if slot.name in names:
-                matrix = Matrix(len(matrices), slot.shape, pieces)
-                matrices.append(matrix)
-                of[matrix.key] = flat
-                known = kinds.setdefault(
-                    (item, flat.shares_memory, host),
-                    _Kind(item, not flat.shares_memory, host, bool(row.rest)),
-                )
-                known.matrices.append(matrix)
+                matrices.append(Matrix(len(matrices), slot.shape, pieces))
+                kinds.setdefault((item, not flat.shares_memory, host), []).append(matrices[-1])
                 continue
-            for place, start, stop in pieces:
+            for at, start, stop in pieces:
                 held = stop - start
-                out[place][states] += other.elementwise_states * held * item + other.number_bytes
-                out[place][numel] += held
-                out[place]["touched"] += 0 if host else touched_by(other) * held
-    owners = assign(matrices, ranks)
-    for matrix in matrices:
-        flat, mine = of[matrix.key], out[owners[matrix.key]]
-        item, host = flat.dtypes.master.itemsize, flat.tiers is not None
-        kept = row.tensor_bytes(matrix.shape, item)
-        mine["host_states" if host else "states"] += kept + row.number_bytes
-        mine["flops"] += product_flops(matrix.shape) if row.rest else 0
-        mine["numel"] += matrix.numel
-        mine["touched"] += touched_by(row) * matrix.numel
-        if host:
-            mine["carried"] += kept
-            for place, start, stop in matrix.pieces:  # gradients and masters up, masters down
-                out[place]["carried"] += 2 * (stop - start) * item
-    messages = 0
-    for kind in kinds.values():
-        elements = sent(kind.matrices, owners, ranks, kind.masters)
-        todo = rounds(kind.matrices, owners)
-        messages += (2 + kind.masters) * len(todo)
-        for place, (buffers, beside) in enumerate(_buffers(todo, owners, ranks, kind)):
-            out[place]["sent"] += elements[place] * kind.itemsize
-            out[place]["buffers"] = max(out[place]["buffers"], buffers)
-            out[place]["beside"] = max(out[place]["beside"], beside)
-    busiest, least = balance(matrices, owners, ranks)
-    staying = sum({rank for rank, _, _ in m.pieces} == {owners[m.key]} for m in matrices)
-    return OwnedMatrices(
-        tuple(_Rank(**each) for each in out),
-        Balance(len(matrices), sum(m.numel for m in matrices), ranks, staying, busiest, least),
-        messages,
-        "intra-group" if flats[0].group_master and flats[0].topology.two_levels else "all",
+                out[on + "states"][at] += (
+                    other.elementwise_states * held * item + other.number_bytes
+                )
+                out[on + "touched"][at] += touched_by(other) * held
+    owners, messages = assign(matrices, ranks), 0
+    for (item, masters, host), some in kinds.items():
+        for matrix in some:
+            owner, kept = owners[matrix.key], row.tensor_bytes(matrix.shape, item)
+            out["host_states" if host else "states"][owner] += kept + row.number_bytes
+            out["flops"][owner] += product_flops(matrix.shape) if row.rest else 0
+            out["touched"][owner] += touched_by(row) * matrix.numel
+            temporaries = _temporaries(matrix, item, bool(row.rest))
+            out["beside"][owner] = max(out["beside"][owner], temporaries)
+            if host:
+                out["carried"][owner] += kept
+                for at, start, stop in matrix.pieces:  # gradients and masters up, masters down
+                    out["carried"][at] += 2 * (stop - start) * item
+        todo = rounds(some, owners)
+        messages += (2 + masters) * len(todo)
+        moved = sent(some, owners, ranks, masters)
+        held_whole = _buffers(todo, owners, ranks, 1 + masters, host)
+        for at in range(ranks):
+            out["sent"][at] += moved[at] * item
+            out["buffers"][at] = max(out["buffers"][at], held_whole[at] * item)
+    return Owned(
+        **{name: max(by) if place is None else by[place] for name, by in out.items()},
+        messages=messages,
+        level="intra-group" if flats[0].group_master and flats[0].topology.two_levels else "all",
+        balance=Balance(len(matrices), ranks, *balance(matrices, owners, ranks)),
     )
-
-
-def _ranks_of(flat: ShardSpec) -> int:
-    """Return how many ranks exchange pieces of a flat buffer."""
-    if flat.whole_master:
-        return 1
-    return flat.topology.inner if flat.group_master else flat.ranks
 
 
 def pieces_of(flat: ShardSpec, slot: Slot) -> tuple[tuple[int, int, int], ...]:
@@ -250,61 +203,46 @@ def touched_by(optimizer: KnownOptimizer) -> int:
 
 
 def _buffers(
-    todo: Sequence[Sequence[Matrix]], owners: dict[int, int], ranks: int, kind: _Kind
-) -> list[tuple[int, int]]:
-    """Return (`buffers`, `beside`) of each rank, in the order of events of the step
-    (optim/whole.py).
+    todo: Sequence[Sequence[Matrix]], owners: Mapping[int, int], ranks: int, times: int, host: bool
+) -> list[int]:
+    """Return the elements of each rank's buffers at most, in the order of events of the step
+    (optim/whole.py). `times`: 2 if masters travel with the gradients.
     """
     if ranks == 1:  # each is stepped where it lies
-        return [(0, max(_temporaries(m, kind) for some in todo for m in some))]
-    times = 1 + kind.masters
-    own, temporaries = ([[0] * ranks for _ in todo] for _ in range(2))  # by round, then by place
-    there, back = ([[0] * ranks for _ in todo] for _ in range(2))  # buffers, the same
+        return [0]
+    # Elements by (round, place): of matrices, and of pieces that travel together
+    own, pieces = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for at, some in enumerate(todo):
         between: dict[tuple[int, int], list[int]] = {}
         for m in some:
-            owner = owners[m.key]
-            own[at][owner] += m.numel
-            temporaries[at][owner] = max(temporaries[at][owner], _temporaries(m, kind))
+            own[at, owners[m.key]] += m.numel
             for place, start, stop in m.pieces:
-                if place != owner:
-                    between.setdefault((place, owner), []).append(stop - start)
+                if place != owners[m.key]:
+                    between.setdefault((place, owners[m.key]), []).append(stop - start)
         for ends, sizes in between.items():
             # One piece alone is sent from where it lies, to where it belongs
-            if len(sizes) > 1 or kind.host:
-                for place in ends:
-                    there[at][place] += times * sum(sizes)
-                    back[at][place] += sum(sizes)
+            if len(sizes) > 1 or host:
+                pieces.update({(at, place): sum(sizes) for place in ends})
     found = []
-    for place in range(ranks):
-        # In elements, as the ledger is told of them
-        begin = [[2 * a[place], b[place]] for a, b in zip(own, there, strict=True)]
-        end = [[-b[place], -a[place]] for a, b in zip(own, back, strict=True)]
-        changes = [*begin[0]]
-        for at in range(len(todo)):
-            changes += begin[at + 1] if at + 1 < len(todo) else []
-            changes += [-there[at][place], -own[at][place]]
-            changes += end[at - 1] if at else []
-            changes += [back[at][place]]
-        peak = max(itertools.accumulate(changes))
-        beside = max(each[place] for each in temporaries)
-        found.append((peak * kind.itemsize, beside))
+    for p in range(ranks):
+        changes = [2 * own[0, p], times * pieces[0, p]]  # masters and gradients
+        for at in range(len(todo)):  # the next arrive, these are stepped, the last are back
+            changes += [2 * own[at + 1, p], times * pieces[at + 1, p]]
+            changes += [-times * pieces[at, p], -own[at, p], -pieces[at - 1, p], -own[at - 1, p]]
+            changes.append(pieces[at, p])
+        found.append(max(itertools.accumulate(changes)))
     return found
 
 
-def _temporaries(matrix: Matrix, kind: _Kind) -> int:
+def _temporaries(matrix: Matrix, item: int, products: bool) -> int:
     """Return the bytes of tensors that one update makes. With products: the momentum's step in the
     masters' dtype, two copies of it in the dtype of the products, and two products of it with
     itself. Else a root of second moments, and the step.
     """
-    if not kind.products:
-        return 2 * matrix.numel * kind.itemsize
+    if not products:
+        return 2 * matrix.numel * item
     if len(matrix.shape) < 2 or not matrix.numel:
         return 0
-    rows, columns = matrix.shape[-2:]
-    least = min(rows, columns)
-    stack = prod(matrix.shape[:-2])
-    return (
-        matrix.numel * (kind.itemsize + 2 * _PRODUCTS.itemsize)
-        + 2 * stack * least**2 * _PRODUCTS.itemsize
-    )
+    *stack, rows, columns = matrix.shape
+    squares = 2 * prod(stack) * min(rows, columns) ** 2
+    return matrix.numel * (item + 2 * _PRODUCTS.itemsize) + squares * _PRODUCTS.itemsize

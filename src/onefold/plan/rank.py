@@ -42,7 +42,7 @@ from math import prod
 from onefold.comm.communicators import flat_over, inner_of, nodes_of
 from onefold.layout import LOW, Dtypes, ShardSpec, Tiers, Topology
 from onefold.layout.holders import AxisCut, region_of
-from onefold.plan.degrees import Degrees, dims_of
+from onefold.plan.degrees import Degrees, dims_of, holders
 from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
@@ -328,7 +328,7 @@ def holding(degrees: Degrees, divided: tuple[str, ...], rank: int = 0) -> Sequen
     """
     if not divided:
         return range(degrees.dp * degrees.of_stage_without_dp)
-    return degrees.holders(divided).group_of(rank)
+    return holders(degrees, divided).group_of(rank)
 
 
 def exchanges(

@@ -38,16 +38,14 @@ from functools import lru_cache
 from typing import Any
 
 from onefold.plan.account import Candidate, Question, bubble, pass_seconds, unlike
-from onefold.plan.degrees import Degrees, check, check_sequence, dims_of, divisors, most_tp
+from onefold.plan.degrees import Degrees, check, dims_of, divisors, most_tp
 from onefold.plan.hardware import Machine, builtin
 from onefold.plan.job import (
     CHECKPOINTING,
     COMMUNICATION,
-    COMMUNICATION_OPTIONS,
     OFFLOAD,
     PARTS,
     PLACES,
-    Job,
     Scheme,
     as_options,
     as_recipe,
@@ -104,16 +102,17 @@ def schemes(question: Question, stages: tuple[int, ...] = ()) -> list[Scheme]:
     return found
 
 
-def ladder(question: Question, stages: tuple[int, ...] = ()) -> Iterator[Candidate]:
-    """Yield candidates from the least slowdown to the most, as in the picture above; at micro-batch
+def ladder(question: Question, stages: tuple[int, ...] = ()) -> list[Candidate]:
+    """Return candidates from the least slowdown to the most, as in the picture above; at micro-batch
     1 if the job leaves it open. If the machine's speeds are unknown, they keep their order.
     """
-    first, *_ = every = schemes(question, stages)
-    like = first.checkpointing, first.offload, first.share
-    plain = [s for s in every if (s.checkpointing, s.offload, s.share) == like]
-    yield from map(question.answer, plain)
-    others = [question.answer(s) for s in every if s not in plain]
-    yield from sorted(others, key=lambda c: c.step) if question.machine.is_timed else others
+    every = [question.answer(scheme) for scheme in schemes(question, stages)]
+    first = every[0].scheme
+    # Sorting keeps the order of what is equal (to the nanosecond, below which rounding errors decide)
+    return sorted(
+        every,
+        key=lambda c: c.scheme != replace(first, stage=c.scheme.stage) and round(c.step, 9),
+    )
 
 
 def recommend(question: Question, stages: tuple[int, ...] = ()) -> Candidate | None:
@@ -132,16 +131,15 @@ def next_steps(
     """Return the steps of the ladder after the recommendation, at its micro-batch. Each of them
     saves more than those before.
     """
-    out: list[Candidate] = []
-    own = replace(best.scheme, communication="")
+    out, own = [best], best.scheme
     order = [replace(c.scheme, micro_batch=own.micro_batch) for c in ladder(question, stages)]
-    for later in order[order.index(own) + 1 :]:
+    for later in order[order.index(replace(own, communication="")) + 1 :]:
         found = question.answer(later)
         with suppress(ValueError):  # that way excludes these tiers
-            found = question.answer(replace(later, communication=best.scheme.communication))
-        if found.account.peak_bytes < (out or [best])[-1].account.peak_bytes:
+            found = question.answer(replace(later, communication=own.communication))
+        if found.account.peak_bytes < out[-1].account.peak_bytes:
             out.append(found)
-    return out
+    return out[1:]
 
 
 def side_by_side(
@@ -165,40 +163,29 @@ def side_by_side(
 # -- the largest that fits -------------------------------------------------------------------------
 
 
-def largest(at: Callable[[int], Candidate], most: int) -> int:
-    """Return the largest number from 1 to `most` whose candidate fits, or 0. Bytes grow with it, and
-    nearly as a straight line: two numbers say where to look next.
-    """
-    guess, low, high, seen = 1, 0, most + 1, dict[int, int]()
-    while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
-        found = at(guess)
-        seen[guess] = found.spare
-        low, high = (guess, high) if found.fits else (low, guess)
-        guess = (low + high) // 2 if high <= most else 2 * low
-        if len(seen) < 12 and len(near := sorted(seen, key=lambda n: abs(seen[n]))[:2]) == 2:
-            a, b = near
-            slope = (seen[a] - seen[b]) / (b - a)
-            guess = a + int(seen[a] // slope) if slope > 0 else guess
-    return low
-
-
 def largest_micro_batch(question: Question, scheme: Scheme) -> Candidate | None:
     """Return the scheme at the largest micro-batch that fits and divides the global batch; None if
-    not even 1 fits. Raises ValueError: the global batch does not divide among the ranks.
+    not even 1 fits. Bytes grow with it, and nearly as a straight line: two sizes say where to look
+    next. Raises ValueError: the global batch does not divide among the ranks.
     """
     job, ranks = question.job, question.machine.ranks
     sizes: Sequence[int] = range(1, MOST_SAMPLES + 1)
     if job.global_batch:
         replace(job, micro_batch=1).accumulation(ranks)
-        each = job.global_batch // ranks
-        sizes = [b for b in divisors(each) if b <= MOST_SAMPLES]
-
-    def at(place: int) -> Candidate:
-        return question.answer(replace(scheme, micro_batch=sizes[place - 1]))
-
-    found = largest(at, len(sizes))
-    return at(found) if found else None
+        sizes = [b for b in divisors(job.global_batch // ranks) if b <= MOST_SAMPLES]
+    best, seen = None, dict[int, int]()
+    guess, low, high = 1, 0, len(sizes) + 1
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        found = question.answer(replace(scheme, micro_batch=sizes[guess - 1]))
+        seen[guess] = found.spare
+        low, high, best = (guess, high, found) if found.fits else (low, guess, best)
+        guess = (low + high) // 2 if high <= len(sizes) else 2 * low
+        if len(seen) < 12 and len(near := sorted(seen, key=lambda n: abs(seen[n]))[:2]) == 2:
+            a, b = near
+            slope = (seen[a] - seen[b]) / (b - a)
+            guess = a + int(seen[a] // slope) if slope > 0 else guess
+    return best
 
 
 # -- slow links ------------------------------------------------------------------------------------
@@ -249,23 +236,21 @@ def slow_links(
     itself chooses a way.
     """
     machine, own, account = question.machine, best.scheme.stage, best.account
-    if not machine.is_timed or waiting(best) < SLOW or question.job.communication:
-        return None
-    if machine.between is None or machine.nodes < 2:
+    if machine.between is None or waiting(best) < SLOW or question.job.communication:
         return None
     inside = account.links.get("inside", 0) / machine.gpu.link
     if account.sent_between / machine.between.bandwidth <= inside:
         return None
     rows = []
-    for stage in [own] if own == 3 or (stages and 3 not in stages) else [own, 3]:
+    for stage in sorted({own, 3} if not stages or 3 in stages else {own}):
         for name, way in COMMUNICATION.items():
             with suppress(ValueError):  # the tiers exclude this stage or this way
                 if stage >= way.from_stage:
                     asked = replace(best.scheme, stage=stage, communication=name)
                     rows.append(question.answer(asked))
-    plain = [c for c in rows if not c.scheme.way.lossy and c.scheme.stage == own]
-    taken = _faster(best, plain, GAIN, lambda c: c.account.peak_bytes) or best
     lossy = [c for c in rows if c.scheme.way.lossy]
+    plain = [c for c in rows if c not in lossy and c.scheme.stage == own]
+    taken = _faster(best, plain, GAIN, lambda c: c.account.peak_bytes) or best
     named = _faster(taken, lossy, MORE, lambda c: len(c.scheme.way.options))
     return SlowLinks(tuple(rows), taken, named, tuple(_why(best, taken, named)))
 
@@ -320,11 +305,10 @@ def mesh_of(question: Question, asked: Mapping[str, Any], options: Mapping[str, 
     """Return the mesh of the asked degrees. Raises ValueError: it is not possible for the model, the
     machine, the sequence or the batch.
     """
-    model, machine, job = question.model, question.machine, question.job
+    machine, job = question.machine, question.job
     given: dict[str, Any] = {**asked, **options}
-    check(Degrees(dp=asked.get("ep", 1), **given), model, machine)
+    check(Degrees(dp=asked.get("ep", 1), **given), question.model, machine, job.seq)
     degrees = Degrees.on(machine.ranks, **given)
-    check_sequence(degrees, job.seq)
     question.micro_batches(Scheme(0, degrees=degrees, micro_batch=job.micro_batch))
     return degrees
 
@@ -352,10 +336,11 @@ def meshes(
         if value != AUTO:
             choices[name] = [value]
     found = []
-    for tp, pp, cp, ep in itertools.product(*choices.values()):
-        more = {k: v for k, v in options.items() if pp > 1 or k != "chunks"}
+    for sizes in itertools.product(*choices.values()):
+        mesh = dict(zip(choices, sizes, strict=True))
+        more = {k: v for k, v in options.items() if mesh["pp"] > 1 or k != "chunks"}
         with suppress(ValueError):
-            found.append(mesh_of(question, {"tp": tp, "pp": pp, "cp": cp, "ep": ep}, more))
+            found.append(mesh_of(question, mesh, more))
     if not found:
         mesh_of(question, {k: v for k, v in asked.items() if v != AUTO}, options)
         raise ValueError(
@@ -364,18 +349,6 @@ def meshes(
             " or take another number of GPUs."
         )
     return found
-
-
-def columns(question: Question, degrees: Degrees, stages: tuple[int, ...]) -> Iterator[Candidate]:
-    """Yield the account of each ZeRO stage of a mesh with as little recompute as fits."""
-    job = question.job
-    for stage in stages or (0, 1, 2, 3):
-        some = (job.checkpointing,) if job.checkpointing else CHECKPOINTING
-        found = [
-            question.answer(Scheme(stage, how, "none", job.micro_batch, degrees=degrees))
-            for how in some
-        ]
-        yield next((c for c in found if c.fits), found[-1])
 
 
 @lru_cache(maxsize=4096)
@@ -414,30 +387,38 @@ def meshes_of(
     """Return (the asked mesh at each ZeRO stage, or the fastest candidate of each of the best meshes;
     how many are possible, 0 without a search).
     """
+    job, rows = question.job, dict[Degrees, Candidate]()
+    recomputes = (job.checkpointing,) if job.checkpointing else CHECKPOINTING
     if AUTO not in asked.values():
-        return list(columns(question, mesh_of(question, asked, options), stages)), 0
-    job, every = question.job, meshes(question, asked, options)
+        degrees, columns = mesh_of(question, asked, options), []
+        for stage in stages or (0, 1, 2, 3):  # with as little recompute as fits
+            schemes = [
+                Scheme(stage, how, "none", job.micro_batch, degrees=degrees) for how in recomputes
+            ]
+            found = [question.answer(scheme) for scheme in schemes]
+            columns.append(next((c for c in found if c.fits), found[-1]))
+        return columns, 0
+    every = meshes(question, asked, options)
     possible: list[tuple[float, Scheme]] = []
     for degrees in every:
         # In a pipeline stage 2 reduces at the boundary, as stage 1 does
         usual = (1, 3) if degrees.pp > 1 else (1, 2, 3)
         data = degrees.dp * degrees.of_stage_without_dp > 1
         for stage in stages or (usual if data else (0,)):
-            for how in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
+            for how in recomputes:
                 scheme = Scheme(stage, how, "none", job.micro_batch, degrees=degrees)
                 seconds, nbytes = least(question, scheme)
                 if nbytes <= question.machine.capacity:
                     possible.append((seconds, scheme))
     possible.sort(key=lambda one: (one[0], one[1].stage))
-    rows: dict[Degrees, Candidate] = {}
     seen: list[Candidate] = []
     for seconds, scheme in possible[:MOST_ACCOUNTS]:
         kept = sorted(rows.values(), key=in_order)[:KEPT]
         if len(kept) == KEPT and seconds >= kept[-1].step:
             break
-        seen.append(found := question.answer(scheme))
-        if found.fits:
-            rows[scheme.degrees] = min(found, rows.get(scheme.degrees, found), key=in_order)
+        seen.append(one := question.answer(scheme))
+        if one.fits:
+            rows[scheme.degrees] = min(one, rows.get(scheme.degrees, one), key=in_order)
     best = sorted(rows.values(), key=in_order)[:KEPT]
     return best or sorted(seen, key=lambda c: -c.spare)[:1], len(every)
 
@@ -452,30 +433,23 @@ def in_order(c: Candidate) -> tuple[float, int, float]:
 
 def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     """Return the sentence for a job that does not fit on this machine: what is nearest, what is
-    missing, and what would fit.
+    missing, and what would fit: other choices here, or more devices.
     """
-    model, job = question.model, question.job
-    nearest = max(ladder(question, stages), key=lambda c: c.spare)
-    said = too_large(model, nearest)
+    machine, job = question.machine, question.job
+    said = too_large(question.model, max(ladder(question, stages), key=lambda c: c.spare))
     kept = "none" if job.offload == "none" and not job.places else ""
-    free = replace(
-        job, micro_batch=1, checkpointing="", offload=kept, options=_without(job, PLACES)
-    )
-    # First with other choices here, then with more devices; without groups and codecs last
-    for asked in (free, replace(free, options=_without(free, COMMUNICATION_OPTIONS))):
-        if asked == job and not stages:
-            continue
-        here = replace(question, job=asked)
-        if (found := recommend(here)) is not None:
-            return f"{said} Here {found.scheme} with micro-batch 1{_less(job, asked)} would fit."
-    one = replace(free, global_batch=0)
-    for ranks in _more_ranks(question.machine):
-        there = replace(question, machine=_on(question.machine, ranks), job=one)
+    options = tuple((k, v) for k, v in job.options if k not in PLACES)
+    free = replace(job, micro_batch=1, checkpointing="", offload=kept, options=options)
+    tried = [("Here", replace(question, job=free))] if free != job or stages else []
+    one = replace(question, job=replace(free, global_batch=0))
+    for larger in _larger(machine):
+        tried.append((f"On {larger.ranks} devices", replace(one, machine=larger)))
+    for where, there in tried:
         # First ask what needs least
         every = schemes(there)
         last = [s for s in every if (s.share, s.checkpointing) == (1.0, every[-1].checkpointing)]
         if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
-            return f"{said} On {ranks} devices {found.scheme} with micro-batch 1 would fit."
+            return f"{said} {where} {found.scheme} with micro-batch 1 would fit."
     return (
         f"{said} No number of devices would do: one unit is too large. Take smaller units, a"
         " shorter --seq or a larger device."
@@ -509,24 +483,11 @@ def too_large(model: ModelShape, nearest: Candidate) -> str:
     )
 
 
-def _without(job: Job, names: set[str]) -> tuple[tuple[str, Any], ...]:
-    return tuple((k, v) for k, v in job.options if k not in names)
-
-
-def _less(asked: Job, answered: Job) -> str:
-    """Return the groups and codecs that an answer leaves out, in words."""
-    left_out = sorted(set(asked.communication) - set(answered.communication))
-    return f", without {', '.join(left_out)}," if left_out else ""
-
-
-def _more_ranks(machine: Machine) -> Iterator[int]:
-    """Yield doubled numbers of ranks: first within a node, then in whole nodes."""
-    ranks = machine.ranks
-    while ranks < MOST_RANKS:
-        ranks = min(2 * ranks, machine.per_node) if ranks < machine.per_node else 2 * ranks
-        yield ranks
-
-
-def _on(machine: Machine, ranks: int) -> Machine:
+def _larger(machine: Machine) -> Iterator[Machine]:
+    """Yield machines of doubled numbers of ranks: first within a node, then in whole nodes."""
     between = machine.between or builtin().link("8x200g")
-    return replace(machine, ranks=ranks, between=between)
+    while machine.ranks < MOST_RANKS:
+        inside = machine.ranks < machine.per_node
+        ranks = min(2 * machine.ranks, machine.per_node) if inside else 2 * machine.ranks
+        machine = replace(machine, ranks=ranks, between=between)
+        yield machine

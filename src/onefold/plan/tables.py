@@ -20,7 +20,7 @@ from onefold.plan.search import SlowLinks
 from onefold.recipe.rows import OFF_DEVICE, Tier
 
 if TYPE_CHECKING:
-    from onefold.plan.planner import Plan
+    from onefold.plan.api import Plan
 
 
 #: What tables say where there is nothing.

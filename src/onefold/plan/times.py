@@ -28,8 +28,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from onefold.plan.hardware import Machine
@@ -70,127 +69,95 @@ def between(op: Op, machine: Machine) -> float:
     return op.nbytes * (size - here) / max(size - 1, 1)
 
 
-@dataclass(frozen=True)
-class Prices:
-    """Seconds of each operation, on one rank of a machine.
+def price(
+    op: Op, m: Machine, passes: Mapping[tuple[str, str], float]
+) -> tuple[float, dict[str, float]]:
+    """Return (seconds of an operation on one rank, the seconds for which it takes each link).
 
-    Attributes:
+    Args:
         passes: {(phase, unit): seconds of the model's computing in one micro-batch}.
     """
+    rate = m.gpu.memory_bandwidth
+    if op.kind == "pass":
+        return passes.get((op.phase, op.unit), 0.0), {}
+    if op.kind in ("move", "layer"):
+        return _move(op, m)
+    if op.kind == "code":
+        rate *= CODING_ON_A_CPU if m.shared else CODING_ON_A_GPU
+    elif op.kind == "sum":
+        rate *= SUMMING_ON_A_GPU
+    elif op.kind == "copy" and m.shared:  # what goes down stays in memory
+        rate = rate / 2 if op.move == "up" else math.inf
+    elif op.kind == "copy":
+        rate = m.host_link()
+    elif op.kind == "disk":
+        reads = op.move == "read" or not m.host.nvme_write
+        rate = (m.host.nvme_bandwidth if reads else m.host.nvme_write) / m.local
+    elif op.lane == HOST and not m.shared:
+        rate = m.host.memory_bandwidth / m.local
+    products = op.flops / m.matrix_rate("bf16") if op.flops else 0.0
+    return products + op.nbytes / rate, {}
 
-    machine: Machine
-    passes: Mapping[tuple[str, str], float]
 
-    def of(self, op: Op) -> tuple[float, dict[str, float]]:
-        """Return (seconds, the seconds for which it takes each link)."""
-        m, memory = self.machine, self.machine.gpu.memory_bandwidth
-        if op.kind == "pass":
-            return self.passes.get((op.phase, op.unit), 0.0), {}
-        if op.kind == "move":
-            return self._move(op)
-        if op.kind == "code":
-            return op.nbytes / memory / (CODING_ON_A_CPU if m.shared else CODING_ON_A_GPU), {}
-        if op.kind in ("kernel", "sum"):
-            share = SUMMING_ON_A_GPU if op.kind == "sum" else 1.0
-            return op.nbytes / memory / share, {}
-        if op.kind == "copy":
-            if m.shared:
-                return (2 * op.nbytes / memory if op.move == "up" else 0.0), {}
-            return op.nbytes / m.host_link(), {}
-        if op.kind == "disk":
-            reads = op.move == "read" or not m.host.nvme_write
-            rate = m.host.nvme_bandwidth if reads else m.host.nvme_write
-            return op.nbytes / (rate / m.local), {}
-        if op.kind == "update":
-            products = op.flops / m.matrix_rate("bf16") if op.flops else 0.0
-            # The memory of a CPU is the host's
-            on_host = op.lane == HOST and not m.shared
-            rate = m.host.memory_bandwidth / m.local if on_host else memory
-            return products + op.nbytes / rate, {}
+def _move(op: Op, m: Machine) -> tuple[float, dict[str, float]]:
+    soft = m.software
+    if len(op.over) <= 1 or not op.nbytes:
         return 0.0, {}
-
-    def _move(self, op: Op) -> tuple[float, dict[str, float]]:
-        m, soft = self.machine, self.machine.software
-        if len(op.over) <= 1 or not op.nbytes:
-            return 0.0, {}
-        far = between(op, m)
-        links = {"inside": (op.nbytes - far) / (m.gpu.link * soft.link_share)}
-        if m.between:
-            links["between"] = far * m.local / (m.between.bandwidth * soft.link_share)
-        hops = (len(op.over) - 1 if op.ring else 1) * op.calls * soft.hop_seconds
-        return max(links.values()) + hops, {name: s for name, s in links.items() if s}
+    far = between(op, m)
+    links = {"inside": (op.nbytes - far) / (m.gpu.link * soft.link_share)}
+    if m.between:
+        links["between"] = far * m.local / (m.between.bandwidth * soft.link_share)
+    hops = (len(op.over) - 1 if op.ring else 1) * op.calls * soft.hop_seconds
+    return max(links.values()) + hops, {name: s for name, s in links.items() if s}
 
 
 # -- a step ----------------------------------------------------------------------------------------
 
 
-def timed(ops: Sequence[Op], price: Callable[[Op], tuple[float, dict[str, float]]]) -> list[float]:
-    """Give each operation its begin and end, in the order of issue; return its seconds."""
+def step_seconds(
+    program: Program, machine: Machine, passes: Mapping[tuple[str, str], float]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return (seconds of a step by its parts, seconds in which tiers are busy). The lane of compute
+    computes or waits: what it waits for tells the part. `passes`: see `price`.
+    """
+    ops = program.ops
     lane: dict[str, float] = defaultdict(float)
     link: dict[str, float] = defaultdict(float)
-    spent = []
-    for op in ops:
-        seconds, taken = price(op)
+    for op in ops:  # each begins and ends, in the order of issue
+        seconds, taken = price(op, machine, passes)
         begin = lane[op.lane]
         for i in op.after:
             begin = max(begin, ops[i].end)
         for name in taken:
             begin = max(begin, link[name])
-        op.begin, op.end = begin, begin + seconds
-        lane[op.lane] = op.end
-        for name, busy in taken.items():
-            link[name] = begin + busy
-        spent.append(seconds)
-    return spent
-
-
-def step_seconds(program: Program, prices: Prices) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (seconds of a step by its parts, seconds in which tiers are busy). The lane of compute
-    computes or waits: what it waits for tells the part.
-    """
-    ops, machine = program.ops, prices.machine
-    spent = timed(ops, prices.of)
-    more = max(0, program.micro_batches - 3)
+        op.begin = begin
+        op.end = lane[op.lane] = begin + seconds
+        for name, busy_for in taken.items():
+            link[name] = begin + busy_for
     parts: dict[str, float] = defaultdict(float)
     busy: dict[str, float] = defaultdict(float)
-    free = sent = 0.0
-    for op, seconds in zip(ops, spent, strict=True):
-        # Further micro-batches are like the second of three
-        times = 1 + more if op.micro == 1 else 1
-        if op.kind == "move" and op.lane != COMPUTE:
-            sent += times * seconds
-        elif op.kind == "copy":
-            busy[f"link {op.move}"] += times * seconds
-        elif op.lane in (DISK, HOST):
-            busy[op.lane] += times * seconds
+    free = 0.0
+    for op, times in program.counted():
+        seconds = times * (op.end - op.begin)
+        busy[op.kind if op.kind == "move" else op.lane] += seconds
         if op.lane != COMPUTE:
             continue
+        if op.kind == "copy":
+            busy[op.move] += seconds
         if op.begin > free:
             cause = max((ops[i] for i in op.after), key=lambda o: o.end, default=op)
             tier = cause.kind in ("copy", "disk") or cause.lane == HOST
             parts["io" if tier else "exposed communication"] += times * (op.begin - free)
         free = op.end
-        if op.kind == "update":
-            parts["optimizer"] += times * seconds
-        elif op.kind == "copy":
-            parts["io"] += times * seconds
-        else:
-            parts[IN_LAYERS.get(op.move, "compute")] += times * seconds
+        part = {"update": "optimizer", "copy": "io"}.get(op.kind)
+        parts[part or IN_LAYERS.get(op.move, "compute")] += seconds
     # The host's update and the disk may end behind what the device computes
-    late = [(op, s) for op, s in zip(ops, spent, strict=True) if op.lane in (HOST, DISK)]
-    waits = max(0.0, max((op.end for op, _ in late), default=0.0) - free)
-    stepping = min(waits, sum(s for op, s in late if op.lane == HOST and op.end > free))
+    late = [op for op in ops if op.lane in (HOST, DISK) and op.end > free]
+    waits = max((op.end - free for op in late), default=0.0)
+    stepping = min(waits, sum(op.end - op.begin for op in late if op.lane == HOST))
     parts["optimizer"] += stepping
     parts["io"] += waits - stepping
-    parts["exposed communication"] += machine.contention * max(
-        0.0, sent - parts["exposed communication"]
-    )
-    return dict(parts), {
-        name: n
-        for name, n in (
-            ("link", max(busy["link up"], busy["link down"])),
-            ("disk", busy[DISK]),
-            ("host update", busy[HOST]),
-        )
-        if n
-    }
+    hidden = max(0.0, busy["move"] - parts["exposed communication"])
+    parts["exposed communication"] += machine.contention * hidden
+    tiers = {"link": max(busy["up"], busy["down"]), "disk": busy[DISK], "host update": busy[HOST]}
+    return dict(parts), {name: n for name, n in tiers.items() if n}

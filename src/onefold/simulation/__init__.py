@@ -1,3 +1,3 @@
-"""Room `simulation`: run a step of the real engine as one rank of N, on one machine. The result
-compares its ledgers with the plan's closed forms, and says when everything runs.
+"""Room `simulation`: run a step of the real engine as one rank of N, on one machine, and compare its
+ledgers with the plan's walk.
 """

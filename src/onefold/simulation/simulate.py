@@ -1,5 +1,5 @@
-"""Run a step of the real engine as one rank of N, on one machine, with torch's fake process group
-and fake tensors.
+"""Run a step of the real engine as one rank of N, or of a mesh of several axes, on one machine, with
+torch's fake process group and fake tensors.
 
     module ──► copy of fake tensors ──► onefold.shard as rank r of N ──► forward, backward, step ──► its ledgers
                                                                                                         ║ equal, byte for byte
@@ -9,62 +9,145 @@ Nothing is computed and nothing is sent, so a model of any size on any number of
 Everything else is the engine's own: its layouts, hooks, schedule, pool and ledgers. The engine does
 not know that it is simulated, with one exception: a group of the "fake" backend sends nothing
 ([Note: one rank stands for all] in comm/group.py).
+
+On a mesh of several axes a stand-in of a stage of the pipeline runs:
+
+    shape of a stage ──► stand-in, its parameters cut by the plan's rules into DTensors over fake tensors
+                              │
+    fake process group ──► device mesh (pp, dp_replicate, dp, ep, cp, tp) ──► onefold.shard(mesh=, data=)
+                              │
+              pp > 1: torch's own schedule runs onefold.parallel.PipelineStage
+                              │
+                 ledgers of the engine, bytes that torch sends between stages
+                              ║ equal, byte for byte
+    the plan's walk (plan/rank.py, plan/program.py)
+
+The stand-in reads its parameters and computes nothing. So what tensor, context and expert parallelism
+send inside layers is not run: the plan alone counts it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import gc
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onefold.comm import OWNERS, STEP_MOVES
+from onefold.comm import STEP_MOVES
+from onefold.comm.communicators import REPLICATE, mesh_of
 from onefold.machine.flops import values_in
 from onefold.memory import nbytes_of
-from onefold.offload import stepper as offload_stepper
+from onefold.offload import step as offload_step
 from onefold.offload.nvme import stores_from
+from onefold.plan.account import pipelined
 from onefold.plan.architectures import known
+from onefold.plan.degrees import AXES, DATA, Degrees, dims_of
 from onefold.plan.modules import model_shape, module_of, quietly
-from onefold.plan.owned import OwnedMatrices, owned_matrices, place_of, stepped_whole
+from onefold.plan.owned import owned_matrices, place_of, stepped_whole
 from onefold.plan.program import Program
-from onefold.plan.rank import UnitPlan, units_of
+from onefold.plan.rank import divided_along, local_shape, rule_of, stages_of, units_of
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import at_rest
+from onefold.plan.states import at_rest, filled
 from onefold.plan.subject import tokens
-from onefold.recipe import Recipe
+from onefold.recipe import Recipe, Tier
 from onefold.recipe.optimizers import SIMULATED
-from onefold.recipe.rows import FLAT
+from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.simulation.refusals import check
-from onefold.simulation.result import Simulation, events_of
+from onefold.runtime.state.checks import with_replicas
 from onefold.simulation.stand_in import Disk, stand_in
 from onefold.tracing.blocks import Checkpointing, recompute
 from onefold.tracing.calling import backward, call, loss_of
 from onefold.tracing.fake import Integers, fake_batch, fake_tensors, twin_of
 
-#: Steps that are run. The first records the order of units; the last is reported. An optimizer's first
-#: step is an ordinary one with `step_in_backward` too, so that the step behind it is not steady yet.
-STEPS, STEPS_IN_BACKWARD = 2, 3
+#: Steps that are run. The first records the order of units; the last is reported.
+STEPS = 2
+_NAMES = ("pp", REPLICATE, *AXES)
+
+
+#: What ran.
+MODULE, STAND_IN = "the module", "a stand-in of the same parameters"
+
+
+# -- the result ------------------------------------------------------------------------------------
+
+
+#: One thing that the engine did: a move ("all-gather", ...) or a category of memory, the unit, the
+#: bytes that are sent or by which what is held changes, and whether it is a move.
+Event = tuple[str, str, int, bool]
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The ledgers of one rank, for one optimizer step in the steady state.
+
+    Attributes:
+        account: bytes at rest on the device (moments are the optimizer's own tensors), the engine's
+            ledger at its peak, bytes on the wire and between tiers by move. Activations that move
+            are left out. Of a mesh also `sent`, by the axes along which the receivers lie
+            ("dp × cp"): what the engine has sent, and along "pp" what torch's schedule has.
+        predicted: the same by the plan's walk, without an engine.
+        events: every move and every change of memory, in order.
+        source: whose forward pass ran: `MODULE` or `STAND_IN`.
+        seconds: wall-clock time of the simulation.
+        notes: assumptions about values.
+        degrees, stage: the mesh, and the stage of its pipeline; None for data ranks alone.
+    """
+
+    name: str
+    rank: int
+    ranks: int
+    micro_batches: int
+    account: Account
+    predicted: Account
+    events: tuple[Event, ...]
+    source: str
+    seconds: float
+    notes: tuple[str, ...] = ()
+    degrees: Degrees | None = None
+    stage: int = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether the walk agrees on bytes at rest, on the wire and between tiers, to the byte."""
+        ours, told = self.account, self.predicted
+        return all(getattr(ours, f) == getattr(told, f) for f in ("rest", "wire", "moved", "sent"))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {**asdict(self), "exact": self.exact}
+
+
+def events_of(engine: Any) -> tuple[Event, ...]:
+    """Return every move and every change of memory, in order."""
+    rows = [(at, (kind, unit, nbytes, False)) for at, kind, unit, nbytes in engine.memory.timeline]
+    rows += [(e.launched, (e.move, e.unit, e.nbytes, True)) for e in engine.traffic.events]
+    return tuple(event for _, event in sorted(rows, key=lambda row: row[0]))
+
+
+# -- one rank --------------------------------------------------------------------------------------
 
 
 def simulate(
     model: nn.Module | ModelShape | str | Path,
     recipe: Recipe,
-    ranks: int,
+    ranks: int | Degrees,
     *,
     rank: int = 0,
+    replicas: int = 1,
     micro_batches: int = 1,
     batch: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -72,6 +155,7 @@ def simulate(
     seq: int = 128,
     checkpointing: Checkpointing = "none",
     optimizer: str = "adamw",
+    per_node: int | None = None,
 ) -> Simulation:
     """Run two optimizer steps (three with `step_in_backward`) as rank `rank` of `ranks` and report the
     ledgers of the last. The first step records the order of units.
@@ -80,98 +164,267 @@ def simulate(
 
     Args:
         model: a module (real or on the meta device), a public architecture's name, a folder,
-            config.json or `module:factory`, or a shape.
+            config.json or `module:factory`, or a shape. Of a mesh a shape.
+        ranks: data-parallel ranks, or a mesh. `pp` is its slowest axis, so the rank says the stage of
+            the pipeline too.
+        replicas: of the data-parallel ranks of a mesh: state is divided inside each (hybrid
+            sharding).
         micro_batches: number per step; all but the last run under `onefold.no_sync`.
         batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch, `samples` of
-            `seq` tokens; what the engine holds and sends does not depend on them.
+            `seq` tokens; only what stages of a pipeline hand on depends on them.
         optimizer: one of `SIMULATED` (recipe/optimizers.py).
+        per_node: ranks of a node, as a launcher would say; None: all ranks.
 
     Raises:
         ValueError: an impossible argument, or a forward pass that asks for unknown values.
         RuntimeError: a process group is already initialized.
     """
-    if recipe.inner is None:  # no launcher tells the nodes
-        recipe = recipe.replace(group=FLAT)
-    check(recipe, ranks, rank, micro_batches, optimizer)
-    module, shape, units, source = _subject(model, recipe)
-    recipe = dataclasses.replace(recipe, units=units)
-    begun, integers, own_code = time.perf_counter(), Integers(), source != STAND_IN
-    plans = units_of(shape, recipe, ranks, rank)
-    names = stepped_whole(shape, optimizer)
-    with one_of(ranks, rank), nothing_real(), quietly():
-        twin = twin_of(module, integers).train()
-        recompute(twin, checkpointing if own_code else "none")
-        given = fake_batch(_batch(module, batch, samples, seq, source), None, integers)
-        with engine_on(twin, recipe) as engine:
-            answers = _Answers(integers) if own_code else nullcontext()
-            passes = passes_of(twin, given, micro_batches, answers, loss or loss_of)
-            # A stand-in has other names: units, buffers and parameters are in the plan's order
-            matrices = [
-                entry.param
-                for unit, planned in zip(engine.units, plans, strict=True)
-                for flat, spec in zip(unit.flats, planned.flats, strict=True)
-                for entry, slot in zip(flat.entries, spec.layout.slots, strict=True)
-                if slot.name in names
-            ]
-            account = steps_of(engine, passes, optimizers_of(twin, optimizer, matrices))
-            events = events_of(engine)
-            del twin, given
-    owned = owned_matrices(plans, names, optimizer)
-    program = Program(plans, recipe, optimizer=optimizer)
-    predicted = predicted_by(program, plans, micro_batches, optimizer, owned)
-    seconds = time.perf_counter() - begun
+    degrees = ranks if isinstance(ranks, Degrees) else Degrees(dp=max(ranks, 1))
+    world = degrees.ranks if isinstance(ranks, Degrees) else ranks
+    if per_node is None and recipe.inner in (None, NODE):  # one node has them all
+        recipe = recipe.in_groups_of(degrees.dp * degrees.cp if recipe.inner == NODE else FLAT)
+    _check(recipe, world, rank, micro_batches, optimizer)
+    begun = time.perf_counter()
+    with one_of(world, rank, per_node):
+        ran: DataRank | StageOfMesh
+        if isinstance(ranks, Degrees) and world > 1:
+            _check_mesh(recipe, degrees, replicas, micro_batches)
+            ran = StageOfMesh(model, recipe, degrees, rank, replicas, samples, seq)
+        else:
+            ran = DataRank(model, recipe, rank, batch, loss, samples, seq, checkpointing)
+        plans = units_of(ran.shape, ran.planned, degrees, ran.number, per_node)
+        names = stepped_whole(ran.shape, optimizer)
+        with nothing_real(), quietly():
+            twin, given = ran.twin()
+            with engine_on(twin, ran.recipe, **given) as engine:
+                # A stand-in has other names: units, buffers and parameters are in the plan's order
+                matrices = [
+                    entry.param
+                    for unit, like in zip(engine.units, plans, strict=True)
+                    for flat, spec in zip(unit.flats, like.flats, strict=True)
+                    for entry, slot in zip(flat.entries, spec.layout.slots, strict=True)
+                    if slot.name in names
+                ]
+                passes = ran.passes(twin, micro_batches)
+                optimizers = optimizers_of(twin, optimizer, matrices)
+                with ran.counting:
+                    account = steps_of(engine, passes, optimizers)
+                events, account = events_of(engine), replace(account, sent=ran.seen(engine))
+                del twin, passes, optimizers, matrices
+    first = next(flat for unit in plans for flat in unit.flats)
+    owned = owned_matrices(plans, names, optimizer, place_of(first)[0])
+    program = Program(
+        plans, ran.planned, micro_batches, optimizer=optimizer, owned=owned, held=degrees.pp > 1
+    )
+    predicted = Account(
+        rest=at_rest(plans, optimizer, owned.states if owned else None),
+        ledger=program.peak,
+        wire=program.bytes_of("move"),
+        moved=program.bytes_of("copy", "disk"),
+        sent=ran.told(program),
+    )
     return Simulation(
-        shape.name, rank, ranks, micro_batches, account, predicted, events, source, seconds, tuple(integers.notes)
+        ran.name, rank, world, micro_batches, account, predicted, events, ran.source, time.perf_counter() - begun,
+        tuple(ran.notes), ran.degrees, ran.index,
     )  # fmt: skip
 
 
-_MODULE, STAND_IN = "the module", "a stand-in of the same parameters"
+class DataRank:
+    """What one of data-parallel ranks runs: a copy of the module, or a stand-in of a shape."""
+
+    degrees, index = None, 0
+
+    def __init__(
+        self, model: Any, recipe: Recipe, rank: int, batch: Any, loss: Any, samples: int, seq: int,
+        checkpointing: Checkpointing,
+    ) -> None:  # fmt: skip
+        self.number, self.integers, self.counting = rank, Integers(), nullcontext()
+        self.loss, name, units = loss or loss_of, "", recipe.units
+        if isinstance(model, str | Path):
+            name = row.name if (row := known(model)) else ""
+            model = module_of(model, as_it_is=recipe.parameters.dtype is None)
+        if isinstance(model, ModelShape):
+            self.shape, (self.module, units) = model, stand_in(model)
+            self.source, checkpointing = STAND_IN, "none"
+            self.batch: Any = torch.empty(1, device="meta")
+        elif isinstance(model, nn.Module):
+            self.shape, self.module = model_shape(model, units, name=name), model
+            self.source = MODULE
+            asker = "onefold.simulation.simulate.simulate"
+            self.batch = batch if batch is not None else tokens(model, seq, asker)(samples)
+        else:
+            raise ValueError(
+                f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
+                " folder or a ModelShape."
+            )
+        self.name, self.notes = self.shape.name, self.integers.notes
+        self.checkpointing = checkpointing
+        self.recipe = self.planned = replace(recipe, units=units)
+
+    def twin(self) -> tuple[nn.Module, dict[str, Any]]:
+        """Return what is sharded, and further arguments of `shard`."""
+        twin = twin_of(self.module, self.integers).train()
+        recompute(twin, self.checkpointing)
+        self.batch = fake_batch(self.batch, None, self.integers)
+        return twin, {}
+
+    def passes(self, twin: nn.Module, micro_batches: int) -> Callable[[], None]:
+        """Return a function that runs the passes of one optimizer step."""
+        answers = nullcontext() if self.source == STAND_IN else _Answers(self.integers)
+        return passes_of(twin, self.batch, micro_batches, answers, self.loss)
+
+    def seen(self, engine: Any) -> dict[str, int]:
+        """Return the bytes sent by axis: {}, there is one."""
+        return {}
+
+    told = seen
 
 
-def predicted_by(
-    program: Program,
-    plans: Sequence[UnitPlan],
-    micro_batches: int,
-    optimizer: str,
-    owned: OwnedMatrices | None = None,
-) -> Account:
-    """Return the plan's account of a rank's step, by its program."""
-    first = next(flat for unit in plans for flat in unit.flats)
-    mine = owned.at(place_of(first)) if owned is not None else None
-    program.run(micro_batches, mine.buffers if mine is not None else 0)
-    return Account(
-        rest=at_rest(plans, optimizer, mine.states if mine is not None else None),
-        ledger=program.peak,
-        wire=program.sent() | ({OWNERS: mine.sent} if mine is not None and mine.sent else {}),
-        moved=program.moved(),
-    )
+# -- a mesh --------------------------------------------------------------------------------------
 
 
-def _subject(
-    model: Any, recipe: Recipe
-) -> tuple[nn.Module, ModelShape, tuple[str | type, ...] | None, str]:
-    """Return the module to run, its shape, its units, and the source of its code."""
-    name = ""
-    if isinstance(model, str | Path):
-        name = row.name if (row := known(model)) else ""
-        model = module_of(model, as_it_is=recipe.parameters.dtype is None)
-    if isinstance(model, ModelShape):
-        module, names = stand_in(model)
-        return module, model, tuple(names), STAND_IN
-    if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
-            " folder or a ModelShape."
-        )
-    return model, model_shape(model, recipe.units, name=name), recipe.units, _MODULE
+class StageOfMesh(TorchDispatchMode):
+    """One rank's stage of the pipeline. As a dispatch mode it counts the bytes sent to other stages.
+
+    Attributes:
+        index, shape: of the stage. number: the rank among its ranks, which are `mesh`.
+        planned: the recipe as the engine follows it there.
+    """
+
+    source, notes = STAND_IN, ()
+
+    def __init__(
+        self, model: Any, recipe: Recipe, degrees: Degrees, rank: int, replicas: int, samples: int, seq: int
+    ) -> None:  # fmt: skip
+        from torch.distributed.device_mesh import init_device_mesh
+
+        super().__init__()
+        self.degrees, self.recipe, self.counting = degrees, recipe, self
+        self.index, self.number = divmod(rank, degrees.ranks // degrees.pp)
+        self.first, self.sent = rank - self.number, 0
+        self.name, self.shape = model.name, stages_of(model, degrees)[self.index]
+        dp, *others = degrees.sizes.values()
+        sizes = degrees.pp, replicas, dp // replicas, *others
+        # Meshes have values, so they are made outside of the fake tensors
+        self.root = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES)
+        self.mesh = mesh_of(self.root[_NAMES[1:]], (REPLICATE, *DATA))
+        kinds = {divided_along(p, degrees) for p in self.shape.parameters}
+        self.cut = {d: self.root[tuple(a for a in AXES if a in d)] for d in kinds if d}
+        self.planned = pipelined(with_replicas(recipe, self.mesh), degrees)
+        # What stages hand on: a rank's tokens of a sample, and their width
+        dtype = recipe.parameters.dtype or self.shape.parameters[0].dtype
+        hidden = dims_of(model).hidden // (degrees.tp if degrees.sequence_divided else 1)
+        self.handed = torch.empty(samples, seq // degrees.cp, hidden, dtype=dtype, device="meta")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d.send.default:
+            self.sent += sum(t.nbytes for t in args[0])
+        return func(*args, **(kwargs or {}))
+
+    def twin(self) -> tuple[nn.Module, dict[str, Any]]:
+        """Make a stand-in of the stage whose parameters are this rank's parts, as DTensors where an
+        axis divides them. Returns it and further arguments of `shard`.
+        """
+        from torch.distributed.tensor import DTensor, Shard
+
+        root, names = stand_in(ModelShape("stage", self.shape.units))
+        for unit in self.shape.units:
+            module = root if unit.name == "(root)" else root.get_submodule(unit.name)
+            for own, p in zip(list(module._parameters), unit.parameters, strict=True):
+                shape = local_shape(p, self.degrees, self.number)
+                part = torch.empty(shape, dtype=p.dtype, device="cpu")
+                if divided := divided_along(p, self.degrees):
+                    mesh, dims = self.cut[divided], rule_of(p.name).axes
+                    stride = torch.empty(p.shape, device="meta").stride()
+                    part = DTensor.from_local(
+                        part, mesh, [Shard(dims[axis]) for axis in AXES if axis in divided], run_check=False,
+                        shape=torch.Size(p.shape), stride=stride,
+                    )  # fmt: skip
+                module._parameters[own] = nn.Parameter(part, requires_grad=p.trainable)
+            if isinstance(module, nn.Embedding):
+                _look_up_own_rows(module)
+        return root.train(), {"mesh": self.mesh, "units": names}
+
+    def passes(self, module: nn.Module, micro_batches: int) -> Callable[[], None]:
+        """Return a function that runs the passes of one optimizer step: of a pipeline, by torch's
+        schedule.
+        """
+        self.micro_batches = micro_batches
+        if self.degrees.pp == 1:
+            return passes_of(module, torch.empty(1, device="cpu"), micro_batches)
+        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+        from torch.distributed.pipelining.stage import InferenceMode
+
+        from onefold.parallel import PipelineStage
+
+        stage, degrees = self.shape, self.degrees
+        grad = torch.empty_like(self.handed, device="cpu")
+        example = torch.empty_like(grad, requires_grad=True)
+        here = PipelineStage(
+            module, stage.index, degrees.pp, torch.device("cpu"), grad if stage.first else example, example,
+            None if stage.last else grad, None if stage.first else grad, group=self.root.get_group("pp"),
+        )  # fmt: skip
+        kind = ScheduleGPipe if degrees.schedule == "gpipe" else Schedule1F1B
+        schedule = kind(here, n_microbatches=micro_batches, loss_fn=lambda out, _: out.sum())
+
+        # Stages vote whether each was given its shapes. No other stage is here: all of them were
+        def told(stages: Any, *_: Any) -> None:
+            for each in stages:
+                each._inference_mode = InferenceMode.STATIC
+
+        schedule._warmup_p2p = told  # type: ignore[method-assign,assignment]
+        whole = torch.cat([grad] * micro_batches)
+        given, target = [whole] if stage.first else [], whole if stage.last else None
+
+        def step() -> None:
+            with torch.enable_grad():
+                schedule.step(*given, target=target)
+
+        return step
+
+    # -- what is sent ------------------------------------------------------------------------------
+
+    def seen(self, engine: Any) -> dict[str, int]:
+        """Return the bytes that engine and schedule have sent, by the axes along which receivers lie."""
+        out: Counter[str] = Counter(pp=self.sent // STEPS)
+        groups = {
+            group.name: group.ranks
+            for unit in engine.units
+            for flat in unit.flats
+            for group in (flat.group, flat.group.intra_group, flat.group.inter_group)
+        }
+        for event in engine.traffic.events:
+            if event.move in STEP_MOVES and event.group in groups:
+                out[self._along(groups[event.group], self.first)] += event.nbytes
+        return dict(+out)
+
+    def told(self, program: Program) -> dict[str, int]:
+        """Return the same as the plan says."""
+        out: Counter[str] = Counter()
+        for op, times in program.counted():
+            if op.kind == "move":
+                out[self._along(op.over)] += times * round(op.nbytes)
+        # A stage hands on outputs and gradients, but for the ends of the model
+        if self.degrees.pp > 1:
+            ends = self.shape.first + self.shape.last
+            out["pp"] = self.micro_batches * self.handed.nbytes * (2 - ends)
+        return dict(+out)
+
+    def _along(self, ranks: Sequence[int], first: int = 0) -> str:
+        """Return the axes along which some ranks of a stage lie, whose first rank is `first`."""
+        at = [self.degrees.coordinates_of(rank - first) for rank in ranks]
+        along = (axis for axis in AXES if len({each[axis] for each in at}) > 1)
+        return " × ".join(along) or "nobody"
 
 
-def _batch(module: nn.Module, batch: Any, samples: int, seq: int, source: str) -> Any:
-    if source == STAND_IN:
-        return torch.empty(1, device="meta")
-    if batch is not None:
-        return batch
-    return tokens(module, seq, "onefold.simulation.simulate.simulate")(samples)
+def _look_up_own_rows(module: nn.Embedding) -> None:
+    """Let an embedding look rows up in its own part of the table, without a message."""
+
+    def forward(row: torch.Tensor) -> torch.Tensor:
+        own: Any = module.weight
+        return F.embedding(row, own.to_local() if hasattr(own, "to_local") else own)
+
+    module.forward = forward  # type: ignore[method-assign,assignment]
 
 
 # -- the world of one rank -------------------------------------------------------------------------
@@ -182,39 +435,36 @@ def nothing_real() -> Iterator[None]:
     """New tensors are fake, disks are nowhere, and steps in the backward pass run at once, inside the
     context.
     """
-    at_once = mock.patch.object(offload_stepper, "ThreadPoolExecutor", _AtOnce)
+    at_once = mock.patch.object(offload_step, "ThreadPoolExecutor", _AtOnce)
     with fake_tensors(), stores_from(Disk), at_once:
         yield
 
 
 @contextmanager
-def one_of(ranks: int, rank: int) -> Iterator[None]:
-    """Make this process rank `rank` of a fake process group, inside the context."""
-    if ranks == 1:
-        yield
-        return
+def one_of(ranks: int, rank: int, per_node: int | None) -> Iterator[None]:
+    """Make this process rank `rank` of a fake process group, and say what a launcher would say of the
+    nodes, inside the context.
+    """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    said = {"LOCAL_WORLD_SIZE": str(min(per_node or ranks, ranks)), "WORLD_SIZE": str(ranks)}
+    with mock.patch.dict(os.environ, said if per_node else {}):
+        if ranks > 1:
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
+        try:
+            yield
+        finally:
+            if ranks > 1:
+                dist.destroy_process_group()
 
 
-class _AtOnce:
+class _AtOnce(ThreadPoolExecutor):
     """An executor without a thread: fake tensors belong to the thread that made them."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
-
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+    def submit(self, job: Callable[..., Any], /, *given: Any, **named: Any) -> Future[Any]:
         done: Future[Any] = Future()
-        done.set_result(job())
+        done.set_result(job(*given, **named))
         return done
-
-    def shutdown(self) -> None:
-        pass
 
 
 class _Answers(TorchDispatchMode):
@@ -290,26 +540,20 @@ def optimizers_of(
 
 
 def steps_of(
-    engine: Any,
-    passes: Callable[[], None],
-    optimizers: Sequence[torch.optim.Optimizer],
-    begin: Callable[[], object] = lambda: None,
+    engine: Any, passes: Callable[[], None], optimizers: Sequence[torch.optim.Optimizer]
 ) -> Account:
-    """Run optimizer steps, and return the account of the last, by the engine's ledgers.
-
-    Args:
-        passes: runs the passes of one step.
-        begin: called before the last step.
+    """Run optimizer steps, and return the account of the last, by the engine's ledgers. `passes` runs
+    the passes of one step.
     """
-    steps = STEPS_IN_BACKWARD if engine.recipe.step_in_backward else STEPS
-    for step in range(steps):
+    # An optimizer's first step is an ordinary one with `step_in_backward` too, so that the step behind
+    # it is not steady yet
+    for step in range(steps := STEPS + engine.recipe.step_in_backward):
         if step + 1 == steps:
             engine.memory.now()
             engine.memory.reset_peak()
             engine.traffic.reset()
             engine.transfers.moved.reset()
             engine.memory.record = True
-            begin()
         passes()
         engine.memory.now()  # a single rank has no hooks: this call counts its gradients
         for stepper in optimizers:
@@ -327,17 +571,69 @@ def steps_of(
             for t in state.values()
             if isinstance(t, torch.Tensor) and id(param) not in elsewhere
         ]
-    rest = left | {MOMENTS: sum(map(nbytes_of, held))}
-    # Leave out broadcasts of rank 0's buffers: they do not depend on the recipe
-    by_move = engine.traffic.by_move()
-    sent = {move: by_move[move] for move in STEP_MOVES if by_move.get(move)}
     # Activations move as the model has them, which closed forms do not say
     moved = Counter[str]()
     for unit, moves in engine.transfers.moved.by_unit().items():
         moved.update(moves if unit != ACTIVATIONS else {})
+    # Broadcasts of rank 0's buffers are left out: they do not depend on the recipe
+    sent = engine.traffic.by_move()
     return Account(
-        rest={k: v for k, v in rest.items() if v},
+        rest=filled(left | {MOMENTS: sum(map(nbytes_of, held))}),
         ledger=engine.memory.peak(),
-        wire=sent,
+        wire=filled({move: sent.get(move, 0) for move in STEP_MOVES}),
         moved=dict(moved),
     )
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def _check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: str) -> None:
+    """Raise ValueError or RuntimeError for what the simulation does not support at all."""
+    codecs = recipe.parameters.codec, recipe.gradients.codec, recipe.frozen
+    if any(codecs):
+        raise ValueError(
+            "a simulation computes nothing, so nothing is encoded in it, and the recipe has"
+            f" {', '.join(filter(None, codecs))}: leave codecs out. The plan itself counts their"
+            " bytes."
+        )
+    if ranks < 1 or not 0 <= rank < ranks:
+        raise ValueError(f"rank {rank} of {ranks}: expected a rank below their number.")
+    if micro_batches < 1:
+        raise ValueError(f"{micro_batches} micro-batches: expected at least 1.")
+    if optimizer not in SIMULATED:
+        raise ValueError(
+            f"optimizer {optimizer!r}: a simulation runs torch's own; expected one of"
+            f" {', '.join(SIMULATED)}."
+        )
+    if dist.is_available() and dist.is_initialized():
+        raise RuntimeError(
+            "a process group is initialized in this process, and a simulation needs the place for"
+            " its own: simulate before init_process_group, or in another process (`onefold plan"
+            " --simulate`)."
+        )
+
+
+def _check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: int) -> None:
+    """Raise ValueError for what the simulation of a mesh does not support."""
+    if degrees.chunks > 1:
+        raise ValueError(
+            f"a simulation of {degrees.chunks} chunks a stage: it runs pipelines of one chunk. The plan"
+            " counts the bytes of interleaved stages; leave --chunks out to simulate."
+        )
+    if degrees.pp > micro_batches and degrees.schedule == "1f1b":
+        raise ValueError(
+            f"a simulation of {micro_batches} micro-batches in {degrees.pp} stages: torch's 1F1B takes at"
+            " least one for each stage. Give more (--global-batch), or --schedule gpipe."
+        )
+    tiers = {recipe.parameters.tier, recipe.optimizer.tier} - {Tier.DEVICE}
+    if tiers or recipe.offload_activations is not None or recipe.step_in_backward:
+        raise ValueError(
+            "offload or steps in the backward pass in a simulation of a mesh: it runs state on"
+            " the device only. Leave them out, or simulate data-parallel ranks alone."
+        )
+    each = degrees.sizes["dp"]
+    if replicas < 1 or each % replicas:
+        raise ValueError(
+            f"{replicas} replicas of {each} data-parallel ranks: expected a number that divides them."
+        )

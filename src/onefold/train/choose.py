@@ -19,10 +19,10 @@ from torch import nn
 
 from onefold.memory import free_host_memory
 from onefold.plan.account import Candidate
-from onefold.plan.api import USABLE, Beside, plan_here
+from onefold.plan.api import USABLE, Plan, machine_here, room_beside
+from onefold.plan.api import planned as plan
 from onefold.plan.job import Job
 from onefold.plan.modules import model_shape
-from onefold.plan.planner import Plan
 from onefold.plan.rank import units_of
 from onefold.plan.schema import Account
 from onefold.plan.states import at_rest, offloaded_bytes
@@ -136,18 +136,17 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
         ids = torch.zeros((samples, job.seq), dtype=torch.long, device="cpu")
         return {"input_ids": ids, "labels": ids.clone()}
 
-    found = plan_here(
-        model, job, ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device,
-        stages=() if asked.stage == "auto" else (int(asked.stage),), batch=batch,
-        beside=Beside(free_host_memory(), math.inf),  # the disks are looked at before the run itself
-    )  # fmt: skip
+    beside = free_host_memory(), math.inf  # the disks are looked at before the run itself
+    machine = machine_here(asked.ranks, asked.local_ranks, asked.free, asked.device, beside)
+    stages = () if asked.stage == "auto" else (int(asked.stage),)
+    found = plan(model, machine, job, stages=stages, batch=batch, largest=False)
     possible = asked.stages()
     everything = not asked.says(TIERS, NODES)
     shown = {c.scheme.stage: c for c in found.stages if everything or c.scheme.stage in possible}
     chosen = found.recommended or shown[possible[-1]]
     stage, account = chosen.scheme.stage, chosen.account
     needed = {s: c.needed for s, c in shown.items()} | {stage: chosen.needed}
-    notes, machine = list(found.notes), found.machine
+    notes = list(found.notes)
     if not machine.shared and account.host * machine.local > machine.host.memory:
         notes.append(
             f"the host has no room for the {readable(account.host)} a rank that are to be stored there:"
@@ -181,11 +180,17 @@ def _on_mesh(model: nn.Module, asked: Asked) -> Choice:
     count = asked.ranks // asked.tp
     axes: dict[str, int | str] = {"tp": asked.tp, "ep": asked.ep}
 
+    beside = room_beside(job.folders)
+    # Measured speeds are not by axis
+    machine = machine_here(
+        asked.ranks, asked.local_ranks, asked.free, asked.device, beside, measured=False
+    )
+
     def planned(samples: int) -> Plan:
         batch = job.global_batch or samples * count
-        return plan_here(
-            model, replace(job, micro_batch=samples, global_batch=batch), axes=axes, sequence_parallel=False,
-            ranks=asked.ranks, local_ranks=asked.local_ranks, free=asked.free, device=asked.device, stages=stages,
+        return plan(
+            model, machine, replace(job, micro_batch=samples, global_batch=batch), stages=stages, largest=False,
+            axes=axes, sequence_parallel=False,
         )  # fmt: skip
 
     each = job.global_batch // count if job.global_batch else 0
