@@ -18,6 +18,7 @@ code reads it: whole states are collected from ranks that own elements.
 from __future__ import annotations
 
 import contextlib
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ from onefold.runtime.parameters.interval import (
     IntervalSpec,
     disable_torch_function,
     dress,
+    entry_of,
     spec_of,
 )
 from onefold.runtime.parameters.values import Elsewhere
@@ -100,50 +102,33 @@ class FacedStates(PlainStates):
         """See [Note: states elsewhere]. Drops those that the optimizer keeps no state for."""
         waiting, self.elsewhere = self.elsewhere, {}
         whole = owned_by(optimizer) if waiting else {}
-        groups = optimizer.param_groups if waiting else []
-        donors = [
-            [p for p in group["params"] if id(p) not in whole and self._has_some(p)]
-            for group in groups
-        ]
-        for group, own in zip(groups, donors, strict=True):
-            others = own or next(filter(None, donors), [])
-            for param in group["params"]:
-                steps, known = waiting.get(id(param)), dict.get(self, param)
-                if steps is None or known is None:
-                    continue
-                like = self._without_elements(optimizer, param, others[0]) if others else {}
-                # Another group may have other keys, and there may be no other parameter
-                keys = {} if own else _fresh(optimizer, group, param)
-                like = {key: like.get(key, value) for key, value in (keys or like).items()}
+        for group in optimizer.param_groups if waiting else ():
+            lacking = [
+                p for p in group["params"] if id(p) in waiting and dict.__contains__(self, p)
+            ]
+            others = [
+                dict.__getitem__(self, p) for p in group["params"] if self._has_some(p, whole)
+            ]
+            fresh = _fresh(optimizer, group, lacking[0]) if lacking else {}
+            for param in lacking:
+                known, steps = dict.__getitem__(self, param), waiting[id(param)]
+                like = dict[str, Any]()
+                for key, value in fresh.items():
+                    if isinstance(value, torch.Tensor) and value.dim():  # of elements
+                        kinds = stored_as(optimizer, entry_of(param), key, value.dtype)
+                        like |= {k: value.new_empty(0, dtype=kind) for k, kind in kinds.items()}
+                    else:
+                        like[key] = copy.deepcopy(others[0].get(key, value) if others else value)
                 if steps and "step" in like:
                     like["step"] = like["step"] * 0 + known.get("step", 0) + steps
                 known |= {k: value for k, value in like.items() if k in known or not known}
                 if not known:
                     dict.__delitem__(self, param)
 
-    def _has_some(self, param: Any) -> bool:
+    def _has_some(self, param: Any, whole: Any) -> bool:
         """Whether it is sharded, and this rank has elements and states of it."""
-        spec = spec_of(param)
+        spec = spec_of(param) if id(param) not in whole else None
         return spec is not None and spec.start < spec.stop and bool(dict.get(self, param))
-
-    def _without_elements(self, optimizer: Optimizer, param: Any, donor: Any) -> dict[str, Any]:
-        """Return the state of `donor` as one of `param`, of which this rank has no element."""
-        spec, out = spec_of(donor), dict[str, Any]()
-        assert spec is not None
-        for name, value in dict.__getitem__(self, donor).items():
-            part = packed(name)
-            if not isinstance(value, torch.Tensor):
-                out[name] = value
-            elif part is None and tuple(value.shape) != (spec.stop - spec.start,):
-                out[name] = value.detach().clone()
-            else:
-                # The sizes of the two decide separately whether moments are packed. On the host if
-                # the format differs: with states on NVMe this rank has no region for it
-                entry, key = param.__dict__["onefold"].entry(), name if part is None else part.key
-                for stored, kind in stored_as(optimizer, entry, key, value.dtype).items():
-                    device = "cpu" if value.is_meta and stored != name else value.device
-                    out[stored] = torch.empty(0, dtype=kind, device=device)
-        return out
 
     def _face_all(self) -> None:
         for key, state in list(dict.items(self)):
@@ -194,10 +179,8 @@ for _name in ("items", "values", "pop", "popitem", "setdefault"):
 
 def _fresh(optimizer: Optimizer, group: dict[str, Any], param: Any) -> dict[str, Any]:
     """Return the optimizer's state of a first step; {} if it cannot be known."""
-    flat = param.__dict__["onefold"].entry().flat
-    plain = policy_of(optimizer, flat.entries[0]) is None and not flat.storage.offloaded
     with contextlib.suppress(Exception), torch.no_grad():
-        return fresh_state(optimizer, group, param) if plain else {}
+        return fresh_state(optimizer, group, param)
     return {}
 
 

@@ -26,6 +26,7 @@ import torch
 from torch import nn
 
 from onefold.comm import CollectiveContext, Group, alike, as_bytes, both
+from onefold.layout.holders import Holders
 from onefold.memory import STAGING, storage_of
 from onefold.recipe import Recipe
 from onefold.runtime.boxes import local_of
@@ -100,54 +101,51 @@ class Buffers:
     def _sharing(self, divided: Iterable[Sharing]) -> Sharing:
         """Return who shares buffers of a module, by who holds the same of its parameters."""
         mesh = self._mesh
-        others = mesh.along([name for name in mesh.names if name not in mesh.data])
-        held = [{r: ranks for ranks in groups for r in ranks} for groups in sorted(divided)]
-        out: dict[Any, list[int]] = {}
-        for rank, at in sorted(others.items()):
-            out.setdefault((at, *(of[rank] for of in held)), []).append(rank)
-        return tuple(map(tuple, out.values()))
+        apart: list[Any] = [mesh.along([name for name in mesh.names if name not in mesh.data])]
+        apart += [{r: ranks for ranks in groups for r in ranks} for groups in sorted(divided)]
+        return Holders.of({r: tuple(of[r] for of in apart) for r in mesh.at}, mesh.data_of).groups
 
     def _sharing_of(self, table: Table) -> Sharing:
         return self._divided.get(id(table), self._others)
 
-    def _shared(self, tables: Iterable[Table]) -> dict[Sharing, list[torch.Tensor]]:
-        """Return the buffers in `tables`, by who shares them."""
+    def _shared(self, tables: Iterable[Table]) -> list[tuple[Group, list[torch.Tensor]]]:
+        """Return the buffers in `tables`, with the group that shares them."""
         by: dict[Sharing, list[Table]] = {}
         for table in tables:
             by.setdefault(self._sharing_of(table), []).append(table)
-        return {sharing: buffers_in(some) for sharing, some in by.items()}
+        return [(self._group.part(sharing), buffers_in(some)) for sharing, some in by.items()]
 
     def before_pass(self) -> None:
         """Called when a pass over the model begins: send rank 0's buffers, if that is due."""
         if not self.due or self._group.size == 1:
             return
         engine = self._engine
-        for sharing, tensors in self._shared(self._sent).items():
+        for group, tensors in self._shared(self._sent):
             nbytes = sum(b.nbytes for b in tensors)
             engine.memory.add(STAGING, nbytes, "buffers")
             context = engine.context("state", "buffers")
-            self._group.part(sharing).broadcast(tensors, context)
+            group.broadcast(tensors, context)
             engine.memory.add(STAGING, -nbytes, "buffers")
 
     def start(self) -> None:
         """Give every rank the values of the first that shares a buffer, or of rank 0 where that one
         has none: its model was on the meta device. Collective.
         """
-        group, shared = self._group, self._shared(self._tables)
+        everyone, shared = self._group, self._shared(self._tables)
         context = self._engine.state_context("buffers")
-        own = [b for sharing, found in shared.items() if len(sharing) > 1 for b in found]
-        if own and not group.alone:
-            without = group.any_of(bytes(map(is_marked, own)), _START)
-            group.broadcast([b for b, no in zip(own, without, strict=True) if no], context)
-        for sharing, tensors in shared.items():
-            group.part(sharing).broadcast(tensors, context)
+        own = [b for group, found in shared if group is not everyone for b in found]
+        if own and not everyone.alone:
+            without = everyone.any_of(bytes(map(is_marked, own)), _START)
+            everyone.broadcast([b for b, no in zip(own, without, strict=True) if no], context)
+        for group, tensors in shared:
+            group.broadcast(tensors, context)
 
     # -- buffers of which ranks have values of their own -------------------------------------------
 
     @property
     def several(self) -> bool:
-        """Whether some buffers are shared by some of the ranks only."""
-        return any(len(self._sharing_of(table)) > 1 for table in self._tables)
+        """Whether some buffers may be shared by some of the ranks only."""
+        return len(self._others) > 1 or bool(self._divided)
 
     def places(self, named: Mapping[Key, torch.Tensor]) -> dict[Key, tuple[Group, str]]:
         """Return who shares each buffer, and in words whose values this rank's are: "tp: 1 of 2"; ""
@@ -168,23 +166,18 @@ class Buffers:
     def _words(self, sharing: Sharing) -> str:
         if len(sharing) < 2:
             return ""
-        me, mesh = self._group.ranks[self._group.rank], self._mesh
-        at, mine = next((i, ranks) for i, ranks in enumerate(sharing) if me in ranks)
-        shared = mesh.axes_of(mine)
-        sizes = zip(mesh.names, mesh.sizes, strict=True)
-        apart = [name for name, size in sizes if size > 1 and name not in shared]
+        at = next(i for i, ranks in enumerate(sharing) if self._group.shared.rank in ranks)
+        apart = self._mesh.axes_of([ranks[0] for ranks in sharing])
         return f"{', '.join(apart)}: {at} of {len(sharing)}"
 
     def own(self, named: Mapping[str, torch.Tensor]) -> dict[str, tuple[Group, str]]:
         """Return those of `places` of which ranks have other values than ranks that do not share
         them. Collective if there are `several`; the host waits.
         """
-        if not self.several:
-            return {}
-        places = {
-            name: (group, words) for name, (group, words) in self.places(named).items() if words
-        }
-        mine = [named[name] if group.rank == 0 else None for name, (group, _) in places.items()]
+        places = self.places(named) if self.several else {}
+        mine = [
+            named[n] if words and group.rank == 0 else None for n, (group, words) in places.items()
+        ]
         apart = unlike(self._group, mine)
         return {name: places[name] for name, other in zip(places, apart, strict=True) if other}
 
@@ -249,23 +242,20 @@ def refuse_parts(name: str, buffer: torch.Tensor) -> torch.Tensor:
 
 def check_in_place(units: Iterable[Unit]) -> None:
     """Raise RuntimeError if the model was moved or cast after shard()."""
-    for unit in units:
-        for flat in unit.flats:
-            if flat.unsharded:
-                continue
-            # The first entry of which this rank owns elements. If it owns none of any, the dtype
-            # still tells.
-            owned = next((e for e in flat.entries if e.here.start < e.here.stop), None)
-            entry = owned or flat.entries[0]
-            want = storage_of(flat.master), flat.master.storage_offset() + entry.here.start
-            lies = storage_of(entry.param), entry.param.storage_offset()
-            if (owned is not None and lies != want) or entry.param.dtype != flat.master.dtype:
-                raise RuntimeError(
-                    f"parameter {entry.name!r} no longer lies in its flat buffer: the model"
-                    " was moved or cast after shard() (.to(), .half(), .cuda(), assigning .data)."
-                    " Do that before shard() or between onefold.unshard(model) and a new shard(), or give"
-                    " shard() a device and the recipe a precision."
-                )
+    for flat in (f for unit in units for f in unit.flats if not f.unsharded):
+        # The first entry of which this rank owns elements. If it owns none of any, the dtype still
+        # tells
+        entry = next((e for e in flat.entries if e.here.start < e.here.stop), flat.entries[0])
+        (a, b), param, master = (entry.here.start, entry.here.stop), entry.param, flat.master
+        lies = storage_of(param), param.storage_offset()
+        moved = a < b and lies != (storage_of(master), master.storage_offset() + a)
+        if moved or param.dtype != master.dtype:
+            raise RuntimeError(
+                f"parameter {entry.name!r} no longer lies in its flat buffer: the model was moved or"
+                " cast after shard() (.to(), .half(), .cuda(), assigning .data). Do that before"
+                " shard() or between onefold.unshard(model) and a new shard(), or give shard() a"
+                " device and the recipe a precision."
+            )
 
 
 def check_not_wrapped(module: nn.Module | None) -> None:
@@ -277,12 +267,9 @@ def check_not_wrapped(module: nn.Module | None) -> None:
         raise RuntimeError(WRAPPED)
 
 
-def refuse_changes(
-    root: nn.Module | None, entries: Iterable[Entry], call: str, replaced: bool = True
-) -> None:
+def refuse_changes(root: nn.Module | None, entries: Iterable[Entry], call: str) -> None:
     """Check that the parameters that `shard()` found are those of the model, before `call`.
-    Parameters added later would train on every rank by itself. Without `replaced`, others may be in
-    their places, as `torch.func.functional_call` puts them there; not so other modules.
+    Parameters added later would train on every rank by itself.
 
     Raises:
         RuntimeError: the model has other parameters now, or other ties between them; the message
@@ -290,17 +277,13 @@ def refuse_changes(
     """
     if root is None:
         return
-    then = {name: entry for entry in entries for name in entry.names}
+    then = {name: entry.param for entry in entries for name in entry.names}
     now = dict(root.named_parameters(remove_duplicate=False))
-    known, there = {id(e.param) for e in then.values()}, set(map(id, now.values()))
-    others = {n for n, p in now.items() if n in then and p is not then[n].param}
-    if not replaced:  # those of other modules alone
-        tables = {id(module._parameters) for module in root.modules()}
-        others = {n for n in others if any(id(p[0]) not in tables for p in then[n].places)}
+    known, there = (set(map(id, params.values())) for params in (then, now))
     lists = {
-        "replaced": [n for n in then if n in others],
+        "replaced": [n for n, p in then.items() if now.get(n, p) is not p],
         "added": [n for n, p in now.items() if n not in then and id(p) not in known],
-        "removed": [n for n, e in then.items() if n not in now and id(e.param) not in there],
+        "removed": [n for n, p in then.items() if n not in now and id(p) not in there],
     }
     if any(lists.values()):
         said = ", ".join(

@@ -445,9 +445,7 @@ class Flat:
     @property
     def written(self) -> int:
         """How often code has written to the masters, by torch's counters."""
-        return sum(
-            [e.param._version + e.info.alias._version + e.info.written for e in self.entries]
-        )
+        return sum([e.param._version for e in self.entries])
 
     @property
     def stale(self) -> bool:

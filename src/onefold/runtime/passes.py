@@ -120,8 +120,6 @@ class Passes:
             self._entered.add(unit)
             # In one statement: Ctrl-C may come between two
             unit.in_use, this.in_use = unit.in_use + 1, True
-            if engine.uninitialized:
-                engine.uninitialized.refuse(f"the forward pass of {unit.name!r} uses", unit=unit)
             self._acquire(unit, recompute)
             if unit.in_use == 1:
                 swap(unit, inside=True)
@@ -195,8 +193,6 @@ class Passes:
         whole until the pass ends, also if its own module is called in between.
         """
         unit, recompute = entry.unit, in_autograd()
-        if self.engine.uninitialized:
-            self.engine.uninitialized.refuse("a forward pass uses", entry.names)
         # A checkpoint inside the unit's module may recompute, which the unit's hooks do not see
         self._acquire(unit, recompute, borrows=True)
         if not recompute:
@@ -239,6 +235,7 @@ class Passes:
         if engine.follower is not None:
             engine.follower.forward_begins()
         engine.uninitialized.look()
+        engine.uninitialized.refuse("a forward pass would use")
         self.raised_in = None
         self._entered.clear()
         graded = engine.graded = torch.is_grad_enabled()
@@ -248,7 +245,8 @@ class Passes:
         root = self.units[0].module()
         if self._compared < engine.step_count < 2:  # most changes and wrappers come by now
             check_not_wrapped(root)
-            refuse_changes(root, engine.entries, "a pass", replaced=False)
+            if not in_functional_call():  # it may put others in the places of parameters
+                refuse_changes(root, engine.entries, "a pass")
             if root is not None:
                 engine.buffers.find(root)
             self._compared = engine.step_count
@@ -318,8 +316,10 @@ class Passes:
                     self.engine.refuse_if_closed()
                 return
             self.gather.reached += 1
-            self._refuse_late(graph, whole)
             with disable_torch_function():
+                # Once the output of a pass was checked, its units are not, in that backward pass
+                if graph.since != self.engine.writes and (whole or graph not in self.reached):
+                    refuse_if_computed_with(self.engine, graph.since)
                 self.event()
                 if whole:
                     self.reached.add(graph)
@@ -335,14 +335,6 @@ class Passes:
         for t in tensors_in(output):
             if t.grad_fn is not None:  # a leaf would keep the hook of every pass
                 t.register_hook(reached)
-
-    def _refuse_late(self, graph: Graph, whole: bool) -> None:
-        """Raise RuntimeError if parameters were written to since the forward pass of `graph`. Once
-        its output was checked (`whole`), its units are not checked in that backward pass.
-        """
-        if graph.since != self.engine.writes and (whole or graph not in self.reached):
-            with disable_torch_function():
-                refuse_if_computed_with(self.engine, graph.since)
 
     # -- a backward pass ---------------------------------------------------------------------------
 
@@ -503,17 +495,16 @@ def keep_writes(unit: Unit) -> None:
         if full is None or flat.unsharded:
             continue
         for entry in flat.entries:
-            version, alias = entry.local._version, entry.alias
+            version, alias, entry.alias = entry.local._version, entry.alias, None
             if entry.box is not None:  # a write to a DTensor counts there
                 version += entry.compute._version
-            if version == entry.seen_version and alias is None:
+            if version == entry.seen_version and (alias is None or not alias._version):
                 continue
-            if version != entry.seen_version or (alias is not None and alias._version):
-                written.append(entry)
-                if entry.slot.numel and storage_of(entry.local) != storage_of(full):
-                    flat.view(full, entry).copy_(entry.local.detach())
-                    point(entry.local, flat.view(full, entry))
-            entry.seen_version, entry.alias = version, None
+            entry.seen_version = version
+            written.append(entry)
+            if entry.slot.numel and storage_of(entry.local) != storage_of(full):
+                flat.view(full, entry).copy_(entry.local.detach())
+                point(entry.local, flat.view(full, entry))
         if written and not flat.gather.exact:
             refuse_written(written)
         elif written:
@@ -534,10 +525,8 @@ def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
     """Return `output` with each tensor that lies in one of `buffers` (by storage) replaced by a
     copy. If there is none, return the same object.
     """
-    copies: dict[int, torch.Tensor] = {}  # one for each object, however often it occurs
-    for t in tensors_in(output) if buffers else ():
-        if id(t) not in copies and is_in(buffers, t):
-            copies[id(t)] = t.clone()
+    inside = [t for t in tensors_in(output) if is_in(buffers, t)] if buffers else []
+    copies = {id(t): t.clone() for t in inside}  # one for each object, however often it occurs
     return mapped(output, lambda t: copies.get(id(t), t), objects=4) if copies else output
 
 
@@ -573,7 +562,7 @@ def swap(unit: Unit, inside: bool) -> None:
 def _look_at(entry: Entry, there: torch.Tensor | None) -> None:
     """Look at what is in a parameter's place, instead of the parameter."""
     name, shape = entry.slot.name, tuple(entry.slot.shape)
-    if there is None or not _in_functional_call():
+    if there is None or not in_functional_call():
         raise RuntimeError(
             f"parameter {name!r} was replaced after shard() (assigned or removed). Write into it"
             " instead: `with onefold.full_params(model, write=True):` for values; for another"
@@ -593,7 +582,7 @@ def _look_at(entry: Entry, there: torch.Tensor | None) -> None:
         )
 
 
-def _in_functional_call() -> bool:
+def in_functional_call() -> bool:
     """Return whether `torch.func.functional_call` is running.
 
     It writes to `module._parameters` (torch/nn/utils/_named_member_accessor.py, `swap_tensor`) as

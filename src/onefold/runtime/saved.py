@@ -46,20 +46,19 @@ class Handle:
     gets a copy.
     """
 
-    __slots__ = ("dtype", "flat", "gather", "offset", "size", "spec", "stays", "stride", "unit")
+    __slots__ = ("dtype", "flat", "gather", "place", "spec", "stays", "unit")
 
     def __init__(
         self,
         gather: Gatherer,
         found: tuple[Unit, Flat],
         t: torch.Tensor,
-        offset: int,
+        offset: Any,
         spec: Any,
         stays: bool,
     ) -> None:
         self.gather, (self.unit, self.flat), self.stays = gather, found, stays
-        self.size, self.stride, self.dtype = t.size(), t.stride(), t.dtype
-        self.offset, self.spec = offset, spec
+        self.place, self.dtype, self.spec = (t.size(), t.stride(), offset), t.dtype, spec
         if stays:
             self.unit.saved += 1
             self.unit.saved_apart += not self.unit.in_use
@@ -71,21 +70,19 @@ class Handle:
                 self.gather.maybe_release(self.unit)
 
     def read(self) -> torch.Tensor:
-        gather, unit, alone = self.gather, self.unit, False
+        gather, unit = self.gather, self.unit
         if gather.engine.closed or not gather.engine.backward_open:  # asked once per tensor
             gather.engine.refuse_if_closed()
             gather.engine.passes.event()
         if self.stays:
             gather.acquire(unit, backward=True)
-        else:
-            alone = gather.gather_alone(unit)
+        alone = not self.stays and gather.gather_alone(unit)
         full = self.flat.full
         assert full is not None
-        out = full.as_strided(self.size, self.stride, self.offset)
+        out = full.as_strided(*self.place)
         if out.dtype != self.dtype:
             out = out.to(self.dtype)
-        if not self.stays:
-            out = out.clone()
+        out = out if self.stays else out.clone()
         if alone:
             gather.release(unit)
         return out if self.spec is None else dtensor_over(out, self.spec)
@@ -97,26 +94,10 @@ def is_in(buffers: Mapping[int, Any], t: torch.Tensor) -> bool:
     return t.layout is torch.strided and storage_of(t) in buffers
 
 
-def _handle(gather: Gatherer, t: torch.Tensor, stays: bool) -> Handle | None:
-    """Return the handle to save in place of `t`; None if it does not lie in a gathered buffer and is
-    no cast of a whole parameter.
-    """
-    local = local_of(t)
-    found = gather.by_storage.get(storage_of(local))
-    if found is not None and t.dtype == found[1].dtypes.compute:
-        offset = local.storage_offset()
-    else:
-        leaf = _cast_from(t) if gather.holds_fp32 and t.dtype in CASTS else None
-        found = None if leaf is None else gather.by_storage.get(storage_of(leaf))
-        if leaf is None or found is None:
-            return None
-        offset = leaf.storage_offset() + t.storage_offset()
-    spec = None if local is t else t._spec  # type: ignore[attr-defined]
-    return Handle(gather, found, local, int(offset), spec, stays)
-
-
 def _cast_from(t: torch.Tensor) -> torch.Tensor | None:
     """Return the leaf whose cast `t` is, or is a view of; None if it is none, or was written to."""
+    if t.dtype not in CASTS:
+        return None
     cast = t if t._base is None else t._base
     node: Any = cast.grad_fn
     if node is None or node.name() != "ToCopyBackward0" or cast._version or cast.dtype != t.dtype:
@@ -138,14 +119,24 @@ def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hoo
     recomputed = getattr(outer_pack, "__module__", None) == "torch.utils.checkpoint"
 
     def pack(t: torch.Tensor) -> Any:
+        # Of every tensor that a pass saves, of which few are weights
         if t.layout is torch.strided and not recomputed:
+            local = t if type(t) is torch.Tensor else local_of(t)
+            storage = local.untyped_storage()._cdata
             for gather in gathers:
-                if (handle := _handle(gather, t, stays)) is not None:
-                    return handle
+                found, offset = gather.by_storage.get(storage), local.storage_offset()
+                if found is None or t.dtype != found[1].dtypes.compute:
+                    if not gather.holds_fp32 or (leaf := _cast_from(t)) is None:
+                        continue
+                    found = gather.by_storage.get(storage_of(leaf))
+                    offset += leaf.storage_offset()
+                if found is not None:
+                    spec = None if local is t else t._spec  # type: ignore[attr-defined]
+                    return Handle(gather, found, local, offset, spec, stays)
         if outer_pack:
             return outer_pack(t)
         # A node that saves its own output must not keep alive the tensor that refers to the node.
-        return t if t.grad_fn is None else t.detach()
+        return t if t.is_leaf else t.detach()
 
     def unpack(saved: Any) -> torch.Tensor:
         if isinstance(saved, Handle):

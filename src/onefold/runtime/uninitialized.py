@@ -3,7 +3,7 @@ no value yet. They may be loaded later, and must not be used before.
 
     shard()      notes parameters and buffers that nothing initialized
     a load       gives some of them, or all, a value (onefold.load, load_full_state_dict, load_pretrained, full_params(write=True), ...)
-    a use        of an uninitialized one raises, with its name: the forward pass of its unit, whole parameters to read, a save
+    a use        of an uninitialized one raises, with its name: a forward pass, whole parameters to read, a save
 
 [Note: marks of what is uninitialized] Uninitialized memory is filled with NaN (integers with the largest number),
 so that a value shows however it came: by a load, in place, or through `.data`. Weights that are stored
@@ -17,7 +17,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from itertools import compress
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import nn
@@ -92,14 +93,8 @@ def value_of(entry: Entry) -> torch.Tensor | None:
 # -- what has no value -----------------------------------------------------------------------------
 
 
-class _Unset(NamedTuple):
-    """Something without a value: its names, the number of its unit, and whether this rank's part of
-    it is still blank.
-    """
-
-    names: Sequence[str]
-    unit: int
-    is_blank: Callable[[], bool]
+#: Something without a value: its names, and whether this rank's part of it is still blank.
+_Unset = tuple[Sequence[str], Callable[[], bool]]
 
 
 class Uninitialized:
@@ -120,14 +115,15 @@ class Uninitialized:
     def note(self, units: Iterable[tuple[Unit, Iterable[tuple[str, nn.Module]]]]) -> None:
         """Note all parameters and buffers of units, given with their modules."""
         for unit, modules in units:
-            for entry in unit.entries:
-                is_blank = partial(self._is_blank, entry)
-                self._left.append(_Unset(entry.names, unit.index, is_blank))
+            self._left += [(e.names, partial(self._is_blank, e)) for e in unit.entries]
             for name, owner in modules:
-                for key in owner._buffers:
-                    names = [f"{name}.{key}" if name else key]
-                    is_blank = partial(_buffer_is_blank, owner._buffers, key)
-                    self._left.append(_Unset(names, unit.index, is_blank))
+                self._left += [
+                    (
+                        [f"{name}.{key}" if name else key],
+                        partial(_buffer_is_blank, owner._buffers, key),
+                    )
+                    for key in owner._buffers
+                ]
 
     def _is_blank(self, entry: Entry) -> bool:
         """Whether this rank has elements of a parameter, and none has a value."""
@@ -138,7 +134,7 @@ class Uninitialized:
 
     def notes(self) -> list[str]:
         """Return a sentence for the start of the run, if anything is uninitialized."""
-        if not self._left:
+        if not self:
             return []
         some = _some(self._left)
         return [f"{some}: built on the meta device, without a value yet. Load before use."]
@@ -147,33 +143,21 @@ class Uninitialized:
         """Remove from the list the parameters and buffers that a load has brought. `names` are
         those in the model, the same on every rank.
         """
-        self._left = [u for u in self._left if not any(n in names for n in u.names)]
+        self._left = [u for u in self._left if not any(n in names for n in u[0])]
 
     def look(self) -> None:
         """Remove from the list what got a value otherwise. Collective while anything is uninitialized."""
-        if not self:
-            return
-        blank = self._group.any_of(bytes(_blank(self._left)), _CONTEXT)
-        self._left = [unset for unset, still in zip(self._left, blank, strict=True) if still]
+        if self:
+            blank = self._group.any_of(bytes(_blank(self._left)), _CONTEXT)
+            self._left = [*compress(self._left, blank)]
 
-    def refuse(
-        self,
-        doing: str,
-        among: Collection[str] | None = None,
-        unit: Unit | None = None,
-        here: bool = False,
-    ) -> None:
-        """Raise UninitializedError if anything is uninitialized; `among`: of these names; `unit`: of
-        this unit; `here`: and blank on this rank, which may be the only one to ask.
+    def refuse(self, doing: str, among: Collection[str] | None = None, here: bool = False) -> None:
+        """Raise UninitializedError if anything is uninitialized; `among`: of these names; `here`: and
+        blank on this rank, which may be the only one to ask.
         """
-        found = [
-            u
-            for u in self._left
-            if (among is None or any(n in among for n in u.names))
-            and (unit is None or u.unit == unit.index)
-        ]
+        found = [u for u in self._left if among is None or any(n in among for n in u[0])]
         if here:
-            found = [u for u, blank in zip(found, _blank(found), strict=True) if blank]
+            found = [*compress(found, _blank(found))]
         if found:
             raise UninitializedError(
                 f"{doing} {_some(found)}, built on the meta device and never given a value. {_HOW}"
@@ -183,7 +167,7 @@ class Uninitialized:
 def _blank(found: list[_Unset]) -> list[bool]:
     """Return of each whether it is blank on this rank."""
     with disable_torch_function(), torch.no_grad():
-        return [unset.is_blank() for unset in found]
+        return [is_blank() for _, is_blank in found]
 
 
 def _buffer_is_blank(table: dict[str, torch.Tensor | None], key: str) -> bool:
@@ -192,4 +176,4 @@ def _buffer_is_blank(table: dict[str, torch.Tensor | None], key: str) -> bool:
 
 
 def _some(found: list[_Unset]) -> str:
-    return few(repr(unset.names[0]) for unset in found)
+    return few(repr(names[0]) for names, _ in found)

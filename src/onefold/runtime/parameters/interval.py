@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._foreach_utils import _foreach_supported_types
 
-from onefold.comm import CollectiveContext
+from onefold.comm import CollectiveContext, as_bytes
 from onefold.layout import overlap
 
 if TYPE_CHECKING:
@@ -154,9 +154,7 @@ class IntervalSpec:
             held = torch.empty(self.held, dtype=local.dtype, device=group.device)
             with torch.no_grad():
                 held[self.start : self.stop].copy_(local)
-            bytes_of, width = held.view(torch.uint8), local.element_size()
-            bounds = map(self._at, range(group.size))
-            parts = [(p, bytes_of[a * width : b * width]) for p, (a, b) in enumerate(bounds)]
+            parts = [(p, as_bytes(held[slice(*self._at(p))])) for p in range(group.size)]
             _, mine = parts.pop(group.rank)
             # See [Note: the same question]
             asked = zlib.crc32(f"{what} {self.said}".encode()), self.first
@@ -236,8 +234,8 @@ def shape_of(t: torch.Tensor) -> torch.Size:
 
 def entry_of(param: Any) -> Entry | None:
     """Return the entry of a sharded parameter; None for another tensor, and if its model is gone."""
-    info = getattr(param, "__dict__", {}).get("onefold")
-    return info.entry() if info is not None else None
+    entry: Entry | None = owner_of(param)[0]
+    return entry
 
 
 def owner_of(param: Any) -> tuple[Any, Any]:

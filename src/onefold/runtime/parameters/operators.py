@@ -24,9 +24,8 @@ Which of them runs a function is decided from what torch declares of its operato
 | `_foreach_`, and the function of one tensor has it     | `on_lists`: the same, item by item                |
 | no tensor in the result, and the meta device answers   | `of_shape`, `of_itself`: a question that needs no |
 |                                                        | elements                                          |
-| `Tag.inplace_view`, or a write to another argument     | `refuse`                                          |
-| a result that shares memory with an argument           | `view`: an interval if elements keep their order  |
-| none of these, or overloads that differ                | `on_whole`: on the gathered whole                 |
+| none of these, or overloads that differ                | `on_whole`: as a view, if it makes one on the meta|
+|                                                        | device; else on the gathered whole                |
 | no schema, but it is torch's                           | `on_whole`; refused if it writes                  |
 | not torch's, and not `Tag.pointwise`                   | `refuse`                                          |
 
@@ -142,7 +141,15 @@ def draw(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Fill, or make, a whole tensor with random numbers, of which this rank keeps its slice. The
     slices are of one draw where ranks have equal seeds.
     """
-    return on_whole(op, func, args, kwargs, draws=True)
+    first, spec = args[0], spec_of(args[0])
+    if spec is None:
+        return on_whole(op, func, args, kwargs)
+    whole = torch.empty(spec.shape, dtype=first.dtype, device=first.device)
+    out = func(whole, *args[1:], **kwargs)
+    with torch.no_grad():
+        if op.writes:
+            return first.copy_(spec.piece(whole))
+        return dress(spec.piece(out).clone(), spec)
 
 
 def _without_format(kwargs: Any) -> Any:
@@ -187,16 +194,13 @@ def on_lists(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     def part(value: Any, base: IntervalSpec | None) -> Any:
         return whole_of(value, op.name) if base is None else part_of(value, base)
 
-    args = [
-        list(map(part, a, bases)) if _is_list(a) else whole_of(a, op.name)  # a number for all
-        for a in args
-    ]
-    out = func(*args, **whole_of(kwargs, op.name))
+    def parts(value: Any) -> Any:
+        if isinstance(value, (list, tuple)) and tensors_in(value):
+            return list(map(part, value, bases))
+        return whole_of(value, op.name)  # a number for all
+
+    out = func(*map(parts, args), **whole_of(kwargs, op.name))
     return out and list(map(dressed, out, bases))
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and bool(tensors_in(value))
 
 
 def unscale(op: Operator, func: Any, args: Any, kwargs: Any) -> None:
@@ -254,31 +258,25 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
 # -- views -----------------------------------------------------------------------------------------
 
 
-def view(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return a view of an interval as an interval. Its elements must keep their order."""
-    seen = _seen(_T.unbind if op.name == "__iter__" else func, args, kwargs)
-    if seen is None:
-        return on_whole(op, func, args, kwargs)
-    parts = mapped(seen, lambda t: _cut(op, t, args[0]))
-    return iter(parts) if op.name == "__iter__" else parts
+def iterate(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    return iter(on_whole(op, _T.unbind, args, kwargs))
 
 
 def _seen(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the view that `func` makes of a tensor of the whole's shape without memory, which tells
-    where its elements are. None if its first argument is plain; if it makes a copy, or a view in
-    which elements repeat (torch forbids writes to these); or if it asks for elements of the others.
+    where its elements are. None if its first argument is plain; if it makes something else, or a view
+    in which elements repeat (torch forbids writes to these); or if it asks for elements of the others.
     """
     if spec_of(args[0]) is None:
         return None
     (first, *rest), kwargs = mapped((args, kwargs), _without_memory)
     try:
         seen = func(first, *rest, **kwargs)
-    except RuntimeError:
+    except Exception:
         return None
-    for t in tensors_in(seen):
-        if storage_of(t) != storage_of(first) or _repeats(t):
-            return None
-    return seen
+    found = tensors_in(seen)
+    views = all(storage_of(t) == storage_of(first) and not _repeats(t) for t in found)
+    return seen if found and views else None
 
 
 def _without_memory(t: torch.Tensor) -> torch.Tensor:
@@ -340,9 +338,9 @@ def whole_of(value: Any, what: str) -> Any:
     return mapped(value, gathered)
 
 
-def on_whole(op: Operator, func: Any, args: Any, kwargs: Any, draws: bool = False) -> Any:
-    """Run a function on gathered copies, and keep this rank's slice of the one that it writes to.
-    `draws`: no value of its first argument matters, and this rank keeps its slice of the result.
+def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Return a view as an interval, if its elements keep their order. Run any other function on
+    gathered copies, and keep this rank's slice of the one that it writes to.
 
     Raises:
         ShardedParameterError: it wrote to another copy, or returns a view of one in another order.
@@ -350,17 +348,16 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any, draws: bool = Fals
     target: Any = None
     if op.writes_with(kwargs):
         target = args[0] if kwargs.get("out") is None else kwargs["out"]
-    spec, first = spec_of(target), spec_of(args[0])
+    elif (seen := _seen(func, args, kwargs)) is not None:
+        return mapped(seen, lambda t: _cut(op, t, args[0]))
+    spec = spec_of(target)
     copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
 
     def copied(t: torch.Tensor) -> torch.Tensor:
         if (found := spec_of(t)) is None:
             return t
         if id(t) not in copies:
-            if draws and t is args[0]:
-                copy = torch.empty(found.shape, dtype=t.dtype, device=t.device)
-            else:
-                copy = found.gather(t, op.name) if t is target else whole_of(t, op.name)
+            copy = found.gather(t, op.name) if t is target else whole_of(t, op.name)
             copies[id(t)] = t, copy, _version(copy)
         return copies[id(t)][1]
 
@@ -369,7 +366,7 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any, draws: bool = Fals
         for source, copy, _ in copies.values() if t.layout is torch.strided else ():
             if storage_of(t) == storage_of(copy) and not _repeats(t):
                 return _cut(op, t, source)
-        return dress(first.piece(t).clone(), first) if draws and first is not None else t
+        return t
 
     with torch.set_grad_enabled(torch.is_grad_enabled() and spec is None):
         given_args, given = mapped((args, kwargs), copied)
@@ -381,10 +378,7 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any, draws: bool = Fals
             out.setflags(write=False)
         if spec is None:
             return mapped(out, returned)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not draws):
-        return target.copy_(
-            spec.piece(copies[id(target)][1])
-        )  # torch refuses a leaf with gradients
+    return target.copy_(spec.piece(copies[id(target)][1]))  # torch refuses a leaf with gradients
 
 
 def _version(t: torch.Tensor) -> int:
@@ -458,10 +452,9 @@ def norms_of(tensors: Sequence[torch.Tensor], p: float) -> list[torch.Tensor]:
         found: Sequence[torch.Tensor] = torch._foreach_norm(parts, p, dtype=low)
         if shared:
             spec, *others = (s for i in indices if (s := spec_of(tensors[i])) is not None)
-            mine, largest = torch.stack(list(found)).double(), math.isinf(p)
             what = "the norm" if p == 2 else f"the {p:g}-norm"
-            every = spec.exchange(mine if largest else mine.pow(p), what, others).to(device)
-            total = every.amax(0) if largest else every.sum(0).pow(1 / p)
+            every = spec.exchange(torch.stack(list(found)).double(), what, others).to(device)
+            total = torch.linalg.vector_norm(every, p, dim=0)  # the norm of norms
             found = total.to(dtype.to_real()).unbind()
         for i, one in zip(indices, found, strict=True):
             out[i] = one
@@ -496,12 +489,13 @@ EXCEPTIONS: dict[str, Run] = {
         reduce: "sum mean max min amax amin any all count_nonzero",
         norm: "norm linalg_vector_norm linalg_norm _foreach_norm",
         # Syntax of Python, not operators
-        view: "__getitem__ __iter__",
+        iterate: "__iter__",
+        on_whole: "__getitem__",
         set_item: "__setitem__",
         formatted: "__format__",
         set_data: "data__set__",
         # It writes to the rows of this rank's batch; and elements could be read without torch
-        refuse: "embedding_renorm_ storage __dlpack__",
+        refuse: "embedding_renorm_ storage __dlpack__ set_ resize_ resize_as_",
         # The ranks must agree on its flag
         unscale: "_amp_foreach_non_finite_check_and_unscale_",
     }.items()
@@ -557,7 +551,7 @@ def _of_attribute(func: Any, accessor: str) -> Operator:
     attribute = func.__self__
     name = getattr(attribute, "__name__", None) or attribute.fget.__name__
     if accessor == "__get__":
-        return Operator(name, _asks(func, absent=True) or view)
+        return Operator(name, _asks(func, absent=True) or on_whole)
     return Operator(name + accessor, EXCEPTIONS.get(name + accessor, refuse))
 
 
@@ -607,30 +601,20 @@ def _is_written(argument: Any) -> bool:
 
 def _by_overloads(name: str, overloads: list[Any]) -> Operator:
     """Return what is known of an operator. One whose overloads differ is done on the whole."""
-    runs = {_by_schema(o) for o in overloads} or {refuse}
-    run = refuse if refuse in runs else on_whole if len(runs) > 1 else runs.pop()
+    aten = bool(overloads) and all(o.namespace == "aten" for o in overloads)
+    run: Run = on_whole if aten else refuse
+    if aten and name in EXCEPTIONS:
+        run = EXCEPTIONS[name]
+    elif overloads and all(map(_is_pointwise, overloads)):
+        run = on_parts
+    elif name.startswith("_foreach_"):  # by item, if the function of one tensor is by element
+        item = getattr(torch.ops.aten, name[9:].rstrip("_"), None)
+        run = on_lists if _by_overloads(name[9:], _overloads(item)).run is on_parts else on_whole
     return Operator(name, run, any(_is_written(o._schema.arguments[0]) for o in overloads))
-
-
-def _by_schema(op: Any) -> Run:
-    first, *rest = op._schema.arguments
-    space, _, name = op._schema.name.partition("::")
-    if space == "aten" and name in EXCEPTIONS:
-        return EXCEPTIONS[name]
-    in_place, elsewhere = _is_written(first), any(map(_is_written, rest))
-    if _is_pointwise(op) and not elsewhere:
-        return on_parts
-    if space != "aten" or elsewhere or torch.Tag.inplace_view in op.tags:
-        return refuse
-    if name.startswith("_foreach_"):  # by item, if the function of one tensor is by element
-        item = _overloads(getattr(torch.ops.aten, name[9:].rstrip("_"), None))
-        named = EXCEPTIONS.get(name[9:]) or _by_overloads(name, item).run
-        return on_lists if named is on_parts else on_whole
-    aliases = any(r.alias_info is not None for r in op._schema.returns)
-    return view if aliases and not in_place else on_whole
 
 
 def _is_pointwise(op: Any) -> bool:
     """Whether each element of the result depends on the elements in its place, and on no others."""
     draws_or_counts = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
-    return torch.Tag.pointwise in op.tags and not draws_or_counts & set(op.tags)
+    elsewhere = any(map(_is_written, op._schema.arguments[1:]))
+    return torch.Tag.pointwise in op.tags and not (elsewhere or draws_or_counts & set(op.tags))

@@ -85,8 +85,6 @@ from onefold.runtime.parameters.values import (
     give_grad,
     given_out,
     register,
-    same_memory,
-    seen_data,
     seen_grad,
     storageless_error,
     wait_before_write,
@@ -127,9 +125,7 @@ class ShardInfo:
         self.in_place = entry.flat.storage.in_place
         # Its class between steps, and inside one
         self.faced, self.plain = faced, plain
-        # For `.data`, see parameters/values.py
-        self.alias: torch.Tensor = entry.param.data
-        self.written, self.given = 0, list[weakref.ref[torch.Tensor]]()
+        self.given: list[weakref.ref[torch.Tensor]] = []  # see `given_out`
 
     def __deepcopy__(self, memo: object) -> ShardInfo:
         return self
@@ -251,7 +247,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             raise ShardedParameterError(WRAPPED)
         args, kwargs = wholes(op, args, kwargs)
         if param is not None and op.name in ("data", "detach"):
-            return _handed_out(op, func, param, args[0])
+            return _handed_out(op, param, args[0])
         among = tensors_in((args, kwargs))
         # Parameters are left over whose model computes nothing now
         params = [t for t in among if isinstance(t, ShardedParameter)]
@@ -288,15 +284,16 @@ def _as_declared(t: torch.Tensor) -> torch.Tensor:
     return t if declared == t.dtype else t.detach().to(declared)
 
 
-def _handed_out(op: Operator, func: Any, param: ShardedParameter, whole: Any) -> Any:
+def _handed_out(op: Operator, param: ShardedParameter, whole: Any) -> Any:
     """Return `.data` or `detach()` of a parameter: of the `whole` where its model computes."""
     info, spec = param.__dict__["onefold"], spec_of(param)
     if whole is not param:  # all whose writes are followed share its counter, or that of `.data`
         return whole.detach() if op.name == "detach" or arriving(param) else whole.data
     wait_before_write(param, seen=True)
     if not info.in_place:
-        return elsewhere(func(param), f"parameter {info.name!r}", spec)
-    out = seen_data(param) if op.name == "data" else func(param)
+        return elsewhere(param.detach(), f"parameter {info.name!r}", spec)
+    # Of both, so that writes to `.data` raise the parameter's own version counter
+    out = param.detach()
     out = out if spec is None else dress(out, spec)
     info.given = [*map(weakref.ref, given_out(param)), weakref.ref(out)]
     return out
@@ -546,7 +543,8 @@ class Whole(nn.Parameter):
         entry = entry_of(self) if in_forward() and not in_autograd() else None
         if entry is None:
             return value
-        entry.alias = same_memory(entry.alias, value)
+        if entry.alias is None or entry.alias.data_ptr() != value.data_ptr():
+            entry.alias = value
         return entry.alias.detach()
 
     @data.setter

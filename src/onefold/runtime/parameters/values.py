@@ -185,68 +185,60 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     with disable_torch_function():
         if (entry := arriving(param)) is not None:
             return get_grad(entry.compute)
-        grad, spec, entry = get_grad(param), spec_of(param), entry_of(param)
+        grad, spec, (entry, engine) = get_grad(param), spec_of(param), owner_of(param)
         if entry is not None:
             entry.flat.storage.gradient_seen(entry)
-            if grad is None and (waiting := _waiting(entry)) is not None:
+            if grad is None and (waiting := engine.reduce.waiting(entry)) is not None:
                 shown: Unreduced = storageless(param, entry.slot.name, Unreduced)
                 shown.value, shown.own = waiting
                 shown.value = shown.value.view(param.shape) if spec is None else shown.value
                 return shown
             if grad is None and entry.graded_elsewhere:
-                if entry.flat.storage.gradients_on_disk:
-                    elements: torch.Tensor = storageless(
-                        param, f"the gradient of {entry.slot.name!r}"
-                    )
-                    return elements
-                grad = torch.empty(0, dtype=param.dtype, device=param.device)
+                on_disk = entry.flat.storage.gradients_on_disk
+                what = f"the gradient of {entry.slot.name!r}"
+                grad = storageless(param, what) if on_disk else param.new_empty(0)
         if grad is None or spec is None or isinstance(grad, Elsewhere):
             return grad
         return dress(grad.detach(), spec.of("grad"))
-
-
-def _waiting(entry: Entry) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """See `Reducer.waiting`."""
-    if entry.number not in entry.flat.filled and entry.flat.held is None:
-        return None
-    return entry.engine().reduce.waiting(entry)  # type: ignore[union-attr]
 
 
 def drop_waiting(params: Iterable[Any], to_none: bool) -> None:
     """Drop what is not in `.grad` of gradients that were set to None, or to zero: what waits for the
     boundary, and that only other ranks have one.
     """
-    for entry in filter(None, [param.__dict__["onefold"].entry() for param in params]):
-        flat = entry.flat
+    for entry, engine in map(owner_of, params):
+        if entry is None:
+            continue
         entry.graded_elsewhere = entry.graded_elsewhere and not to_none
-        if (flat.filled or flat.held is not None) and (waiting := _waiting(entry)) is not None:
-            entry.engine().reduce.forget(entry) if to_none else waiting[0].zero_()
+        if entry.flat.waits and (waiting := engine.reduce.waiting(entry)) is not None:
+            engine.reduce.forget(entry) if to_none else waiting[0].zero_()
 
 
 def give_grad(param: Any, value: torch.Tensor | None) -> None:
     with disable_torch_function():
         if (entry := arriving(param)) is not None:
             return set_grad(entry.compute, value)
-        spec, entry = spec_of(param), entry_of(param)
-        if entry is None:  # the model is gone
+        spec, (entry, engine) = spec_of(param), owner_of(param)
+        if value is None or entry is None:  # or the model is gone
+            drop_waiting([param], to_none=True)
             return set_grad(param, value)
-        if _waiting(entry) is not None:
-            if value is not None:
-                raise unreduced_error("`.grad =`", entry.slot.name)
-            entry.engine().reduce.forget(entry)  # type: ignore[union-attr]
+        if engine.reduce.waiting(entry) is not None:
+            raise unreduced_error("`.grad =`", entry.slot.name)
+        given: torch.Tensor | None = value
         empty = spec is not None and spec.start == spec.stop
-        given = value
-        if value is not None and not isinstance(value, Elsewhere):
-            if spec is None:
-                # What was made like the parameter has the dtype that it shows
-                given = value.to(param.dtype) if value.dtype == entry.declared else value
-            elif shape_of(value) != spec.shape:  # every rank checks, also one without elements
-                raise spec.of("grad").mismatch(value)
-            else:
-                part = part_of(value, spec).detach()
-                # A slice of a whole would keep the whole alive
-                given = None if empty else part.to(param.dtype, copy=spec_of(value) is None)
-        entry.graded_elsewhere = value is not None and empty
+        if isinstance(value, Elsewhere):
+            pass
+        elif spec is None:
+            # What was made like the parameter has the dtype that it shows
+            given = value.to(param.dtype) if value.dtype == entry.declared else value
+        elif shape_of(value) != spec.shape:  # every rank checks, also one without elements
+            raise spec.of("grad").mismatch(value)
+        else:
+            part = part_of(value, spec).detach()
+            # A slice of a whole would keep the whole alive
+            copied = part.to(param.dtype, copy=spec_of(value) is None)
+            given = None if empty else copied
+        entry.graded_elsewhere = empty
         set_grad(param, given)
 
 
@@ -271,8 +263,7 @@ def give_data(param: Any, value: torch.Tensor) -> None:
         else None
     )
     into: Any = param if whole is None else whole
-    shape = shape_of(value)
-    dtypes = into.dtype, into.dtype if whole is not None else param.__dict__["onefold"].declared
+    shape, dtypes = shape_of(value), (into.dtype, info.declared)
     if shape != info.shape or value.dtype not in dtypes or value.device != into.device:
         raise ShardedParameterError(
             f"parameter {info.name!r} of shape {tuple(info.shape)}, {into.dtype}, {into.device}, was"
@@ -283,7 +274,7 @@ def give_data(param: Any, value: torch.Tensor) -> None:
         )
     with torch.no_grad():
         if whole is not None:
-            whole.data = whole_of(value, ".data =").detach()
+            whole.data = whole_of(value, ".data =").detach().to(whole.dtype)
             return
         if any(value is t for t in given_out(param)):
             return  # on every rank, as copies of it are made anew on all of them or on none
@@ -309,24 +300,6 @@ def given_out(param: Any) -> list[torch.Tensor]:
     evaluate with averaged weights and then assign `old` back rely on it.
     """
     return [t for ref in param.__dict__["onefold"].given if (t := ref()) is not None]
-
-
-def seen_data(param: Any) -> torch.Tensor:
-    """Return `.data`. Writes through it do not raise the parameter's own version counter, so all
-    tensors that are given out share another one, that of `ShardInfo.alias`.
-    """
-    info = param.__dict__["onefold"]
-    known, info.alias = info.alias, same_memory(info.alias, param.data)
-    if info.alias is not known:
-        info.written += known._version
-    alias: torch.Tensor = info.alias.detach()
-    return alias
-
-
-def same_memory(known: torch.Tensor | None, now: torch.Tensor) -> torch.Tensor:
-    """Return `known` if it lies where `now` does, else `now`."""
-    same = known is not None and (known.dtype, known.data_ptr()) == (now.dtype, now.data_ptr())
-    return known if known is not None and same and known.shape == now.shape else now
 
 
 # -- hooks on gradients ----------------------------------------------------------------------------
@@ -398,7 +371,7 @@ def on_leaf(entry: Entry, hook: Any) -> Callable[[torch.Tensor], None]:
         if e.box is not None:
             with disable_torch_function(), torch.no_grad():
                 e.box.settle(e.compute)
-        counted = e.param, e.info.alias, e.compute
+        counted = e.param, e.compute
         before = [t._version for t in counted]
         hook(e.param)
         if [t._version for t in counted] != before:
