@@ -79,7 +79,7 @@ class Buffers:
     """
 
     def __init__(self, engine: Engine, specs: Iterable[UnitSpec]) -> None:
-        self._engine, self._group, self._mesh = engine, engine.group, engine.mesh
+        self._engine, self._group = engine, engine.group
         # By id of the table of a module, of whose parameters not all ranks hold the same
         divided: dict[int, set[Sharing]] = {}
         for found in (f for spec in specs for f in spec.found):
@@ -87,8 +87,8 @@ class Buffers:
                 for module, _ in found.places:
                     groups = found.box.kind.holders.groups
                     divided.setdefault(id(module._buffers), set()).add(groups)
-        self._divided = {table: self._sharing(groups) for table, groups in divided.items()}
-        self._others = self._sharing(())
+        self._others = self._shared_by(())
+        self._divided = {table: self._shared_by(groups) for table, groups in divided.items()}
         self._tables: list[Table] = []
         self._sent: list[Table] = []
         self.due = True
@@ -98,29 +98,37 @@ class Buffers:
         self._tables = [m._buffers for m in module.modules()]
         self._sent = sent_before_passes(module, self._engine.recipe)
 
-    def _sharing(self, divided: Iterable[Sharing]) -> Sharing:
-        """Return who shares buffers of a module, by who holds the same of its parameters."""
-        mesh = self._mesh
+    def _shared_by(self, divided: Iterable[Sharing]) -> tuple[Group, str]:
+        """Return who shares buffers of a module, by who holds the same of its parameters; and in words
+        whose values this rank's are: "tp: 1 of 2", or "" if all ranks share them.
+        """
+        mesh, group = self._engine.mesh, self._group
         apart: list[Any] = [mesh.along([name for name in mesh.names if name not in mesh.data])]
         apart += [{r: ranks for ranks in groups for r in ranks} for groups in sorted(divided)]
-        return Holders.of({r: tuple(of[r] for of in apart) for r in mesh.at}, mesh.data_of).groups
+        sharing = Holders.of(
+            {r: tuple(of[r] for of in apart) for r in mesh.at}, mesh.data_of
+        ).groups
+        at = next(i for i, ranks in enumerate(sharing) if group.shared.rank in ranks)
+        axes = mesh.axes_of([ranks[0] for ranks in sharing])
+        words = f"{', '.join(axes)}: {at} of {len(sharing)}" if axes else ""
+        return group.part(sharing), words
 
-    def _sharing_of(self, table: Table) -> Sharing:
+    def _place(self, table: Table) -> tuple[Group, str]:
         return self._divided.get(id(table), self._others)
 
-    def _shared(self, tables: Iterable[Table]) -> list[tuple[Group, list[torch.Tensor]]]:
-        """Return the buffers in `tables`, with the group that shares them."""
-        by: dict[Sharing, list[Table]] = {}
+    def _by_group(self, tables: Iterable[Table]) -> dict[Group, list[torch.Tensor]]:
+        """Return the buffers in `tables`, by the group that shares them."""
+        by: dict[Group, list[Table]] = {}
         for table in tables:
-            by.setdefault(self._sharing_of(table), []).append(table)
-        return [(self._group.part(sharing), buffers_in(some)) for sharing, some in by.items()]
+            by.setdefault(self._place(table)[0], []).append(table)
+        return {group: buffers_in(some) for group, some in by.items()}
 
     def before_pass(self) -> None:
         """Called when a pass over the model begins: send rank 0's buffers, if that is due."""
         if not self.due or self._group.size == 1:
             return
         engine = self._engine
-        for group, tensors in self._shared(self._sent):
+        for group, tensors in self._by_group(self._sent).items():
             nbytes = sum(b.nbytes for b in tensors)
             engine.memory.add(STAGING, nbytes, "buffers")
             context = engine.context("state", "buffers")
@@ -131,13 +139,13 @@ class Buffers:
         """Give every rank the values of the first that shares a buffer, or of rank 0 where that one
         has none: its model was on the meta device. Collective.
         """
-        everyone, shared = self._group, self._shared(self._tables)
+        everyone, shared = self._group, self._by_group(self._tables)
         context = self._engine.state_context("buffers")
-        own = [b for group, found in shared if group is not everyone for b in found]
+        own = [b for group, found in shared.items() if group is not everyone for b in found]
         if own and not everyone.alone:
             without = everyone.any_of(bytes(map(is_marked, own)), _START)
             everyone.broadcast([b for b, no in zip(own, without, strict=True) if no], context)
-        for group, tensors in shared:
+        for group, tensors in shared.items():
             group.broadcast(tensors, context)
 
     # -- buffers of which ranks have values of their own -------------------------------------------
@@ -145,30 +153,18 @@ class Buffers:
     @property
     def several(self) -> bool:
         """Whether some buffers may be shared by some of the ranks only."""
-        return len(self._others) > 1 or bool(self._divided)
+        return bool(self._divided or self._others[1])
 
     def places(self, named: Mapping[Key, torch.Tensor]) -> dict[Key, tuple[Group, str]]:
-        """Return who shares each buffer, and in words whose values this rank's are: "tp: 1 of 2"; ""
-        if all ranks share it. Collective over all ranks, the first time.
-        """
-        sharing_of = {
-            id(local_of(b)): self._sharing_of(table)
+        """Return who shares each buffer, and the words of `_shared_by`."""
+        known = {
+            id(local_of(b)): self._place(table)
             for table in self._tables
             for b in table.values()
             if b is not None
         }
-        out = {}
-        for name, b in named.items():  # what a hook of the state dict has made is in no table
-            sharing = sharing_of.get(id(local_of(b)), self._others)
-            out[name] = self._group.part(sharing), self._words(sharing)
-        return out
-
-    def _words(self, sharing: Sharing) -> str:
-        if len(sharing) < 2:
-            return ""
-        at = next(i for i, ranks in enumerate(sharing) if self._group.shared.rank in ranks)
-        apart = self._mesh.axes_of([ranks[0] for ranks in sharing])
-        return f"{', '.join(apart)}: {at} of {len(sharing)}"
+        # What a hook of the state dict has made is in no table
+        return {name: known.get(id(local_of(b)), self._others) for name, b in named.items()}
 
     def own(self, named: Mapping[str, torch.Tensor]) -> dict[str, tuple[Group, str]]:
         """Return those of `places` of which ranks have other values than ranks that do not share

@@ -153,6 +153,24 @@ _enabled = torch._C._is_torch_function_enabled
 _get_dtype: Any = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
+def _param_of(param: Any) -> Any:
+    """Return the optimizer's object of a whole parameter; any other parameter itself."""
+    entry = entry_of(param)
+    return entry.param if entry is not None and entry.compute is param else param
+
+
+def _seen_grad(self: Any) -> torch.Tensor | None:
+    return seen_grad(_param_of(self)) if _enabled() else get_grad(self)
+
+
+def _give_grad(self: Any, value: torch.Tensor | None = None) -> None:
+    give_grad(_param_of(self), value) if _enabled() else set_grad(self, value)
+
+
+#: `.grad` of the optimizer's object, and of the whole.
+_GRAD: Any = property(_seen_grad, _give_grad, _give_grad)
+
+
 class ShardedParameter(nn.Parameter):
     """See the table of this module."""
 
@@ -193,17 +211,7 @@ class ShardedParameter(nn.Parameter):
     def element_size(self) -> int:
         return self.dtype.itemsize
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return seen_grad(self) if _enabled() else get_grad(self)
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        give_grad(self, value) if _enabled() else set_grad(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
+    grad = _GRAD
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -556,13 +564,7 @@ class Whole(nn.Parameter):
     # `.grad`, `requires_grad` and hooks of the object that the optimizer has. Autograd does not come
     # here: it accumulates into the whole, and the reducer takes it from there at once.
 
-    @property
-    def grad(self) -> torch.Tensor | None:
-        return seen_grad(_param_of(self))
-
-    @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
-        give_grad(_param_of(self), value)
+    grad = _GRAD
 
     @property
     def requires_grad(self) -> bool:
@@ -614,12 +616,6 @@ class Released(Elsewhere, Whole):
             return entry.param
         with disable_torch_function():
             return engine.passes.use(entry, keeps=True)
-
-
-def _param_of(whole: Whole) -> nn.Parameter:
-    """Return the optimizer's object of a whole parameter; the parameter itself if its model is gone."""
-    entry = entry_of(whole)
-    return entry.param if entry is not None and entry.compute is whole else whole
 
 
 _REQUIRES_GRAD: Any = torch.Tensor.requires_grad
