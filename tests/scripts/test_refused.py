@@ -154,7 +154,7 @@ def trained_though_encoded(m: Any, stage: int) -> None:
     model(tokens_of(0))
 
 
-SHAPE = ("'blocks.1.up.weight'", "replaced after shard()")
+SHAPE = ("'blocks.1.up.weight'", "replaced")
 CAST = ("moved or cast after shard()", "before shard()", "precision")
 COLLECTIVE = ("of 'enter.weight'", "parameter.onefold.gather()")
 HOOK = ("step_in_backward", "ordinary order")

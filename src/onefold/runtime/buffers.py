@@ -289,5 +289,6 @@ def refuse_changes(root: nn.Module | None, entries: Iterable[Entry], call: str) 
             f"{call}: the model had {len(known)} parameters when it was sharded and has"
             f" {len(there)} now: {said}."
             " Change its structure (adapters, heads, ties) before shard(), or between"
-            " onefold.unshard(model) and a new shard()."
+            " onefold.unshard(model) and a new shard(); for other values write into its parameters"
+            " inside `with onefold.full_params(model, write=True):`."
         )
