@@ -160,11 +160,11 @@ def _param_of(param: Any) -> Any:
 
 
 def _seen_grad(self: Any) -> torch.Tensor | None:
-    return seen_grad(_param_of(self)) if _enabled() else get_grad(self)
+    return seen_grad(self) if _enabled() else get_grad(self)
 
 
 def _give_grad(self: Any, value: torch.Tensor | None = None) -> None:
-    give_grad(_param_of(self), value) if _enabled() else set_grad(self, value)
+    give_grad(self, value) if _enabled() else set_grad(self, value)
 
 
 #: `.grad` of the optimizer's object, and of the whole.

@@ -183,17 +183,20 @@ def seen_grad(param: Any) -> torch.Tensor | None:
     all ranks.
     """
     with disable_torch_function():
-        if (entry := arriving(param)) is not None:
-            return get_grad(entry.compute)
-        grad, spec, (entry, engine) = get_grad(param), spec_of(param), owner_of(param)
+        entry, engine = owner_of(param)
         if entry is not None:
+            param = entry.param  # it may be the whole that was asked
+            if in_autograd() and (arrived := get_grad(entry.compute)) is not None:
+                return arrived
             entry.flat.storage.gradient_seen(entry)
-            if grad is None and (waiting := engine.reduce.waiting(entry)) is not None:
+        grad, spec = get_grad(param), spec_of(param)
+        if grad is None and entry is not None:
+            if (waiting := engine.reduce.waiting(entry)) is not None:
                 shown: Unreduced = storageless(param, entry.slot.name, Unreduced)
                 shown.value, shown.own = waiting
                 shown.value = shown.value.view(param.shape) if spec is None else shown.value
                 return shown
-            if grad is None and entry.graded_elsewhere:
+            if entry.graded_elsewhere:
                 on_disk = entry.flat.storage.gradients_on_disk
                 what = f"the gradient of {entry.slot.name!r}"
                 grad = storageless(param, what) if on_disk else param.new_empty(0)
@@ -216,15 +219,18 @@ def drop_waiting(params: Iterable[Any], to_none: bool) -> None:
 
 def give_grad(param: Any, value: torch.Tensor | None) -> None:
     with disable_torch_function():
-        if (entry := arriving(param)) is not None:
-            return set_grad(entry.compute, value)
-        spec, (entry, engine) = spec_of(param), owner_of(param)
+        entry, engine = owner_of(param)
+        if entry is not None:
+            param = entry.param
+            if in_autograd() and get_grad(entry.compute) is not None:
+                return set_grad(entry.compute, value)
         if value is None or entry is None:  # or the model is gone
             drop_waiting([param], to_none=True)
             return set_grad(param, value)
         if engine.reduce.waiting(entry) is not None:
             raise unreduced_error("`.grad =`", entry.slot.name)
         given: torch.Tensor | None = value
+        spec = spec_of(param)
         empty = spec is not None and spec.start == spec.stop
         if isinstance(value, Elsewhere):
             pass
