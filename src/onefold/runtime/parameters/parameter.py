@@ -153,12 +153,6 @@ _enabled = torch._C._is_torch_function_enabled
 _get_dtype: Any = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
 
 
-def _param_of(param: Any) -> Any:
-    """Return the optimizer's object of a whole parameter; any other parameter itself."""
-    entry = entry_of(param)
-    return entry.param if entry is not None and entry.compute is param else param
-
-
 def _seen_grad(self: Any) -> torch.Tensor | None:
     return seen_grad(self) if _enabled() else get_grad(self)
 
@@ -576,12 +570,13 @@ class Whole(nn.Parameter):
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Set it on the optimizer's object too. The reductions follow at the next pass."""
-        for each in (_param_of(self), self):
+        entry = entry_of(self)
+        for each in (self,) if entry is None else (entry.param, self):
             _REQUIRES_GRAD.__set__(each, requires_grad)
         return self
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        return register(_param_of(self), hook, post=True)
+        return register(self, hook, post=True)
 
     def set_(self, source: Any = None, *place: Any, **options: Any) -> Any:
         """Set the tensor; do nothing, not even count a write, if `source` is the tensor itself.
