@@ -124,13 +124,13 @@ def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hoo
             local = t if type(t) is torch.Tensor else local_of(t)
             storage = local.untyped_storage()._cdata
             for gather in gathers:
-                found, offset = gather.by_storage.get(storage), local.storage_offset()
+                found, base = gather.by_storage.get(storage), 0
                 if found is None or t.dtype != found[1].dtypes.compute:
                     if not gather.holds_fp32 or (leaf := _cast_from(t)) is None:
                         continue
-                    found = gather.by_storage.get(storage_of(leaf))
-                    offset += leaf.storage_offset()
+                    found, base = gather.by_storage.get(storage_of(leaf)), leaf.storage_offset()
                 if found is not None:
+                    offset = base + local.storage_offset()
                     spec = None if local is t else t._spec  # type: ignore[attr-defined]
                     return Handle(gather, found, local, offset, spec, stays)
         if outer_pack:
