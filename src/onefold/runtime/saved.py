@@ -128,7 +128,10 @@ def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hoo
                 if found is None or t.dtype != found[1].dtypes.compute:
                     if not gather.holds_fp32 or (leaf := _cast_from(t)) is None:
                         continue
-                    found, base = gather.by_storage.get(storage_of(leaf)), leaf.storage_offset()
+                    found, base = (
+                        gather.by_storage.get(storage_of(leaf)),
+                        int(leaf.storage_offset()),
+                    )
                 if found is not None:
                     offset = base + local.storage_offset()
                     spec = None if local is t else t._spec  # type: ignore[attr-defined]
