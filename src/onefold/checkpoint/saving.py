@@ -163,7 +163,7 @@ def _begin(
             step = step_of(step)
             for engine in engines:
                 check_moment(engine, "save", optimizer)
-                engine.uninitialized.refuse("save() would write", here=True)
+                engine.uninitialized.refuse("save() would write")
                 engine.transfers.check()
             parts = collect(engines, models, given, things, frozen, own, together.ranks[0])
             behind = call == "save_async" and not any(engine.on_disk for engine in engines)

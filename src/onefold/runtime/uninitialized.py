@@ -152,11 +152,9 @@ class Uninitialized:
             self._left = [*compress(self._left, blank)]
 
     def refuse(self, doing: str, among: Collection[str] | None = None, here: bool = False) -> None:
-        """Raise UninitializedError if anything is uninitialized; `among`: of these names. Collective
-        while anything is; `here`: it is not, and what is blank on this rank counts.
+        """Raise UninitializedError if anything is uninitialized; `among`: of these names; `here`: and
+        blank on this rank, which may be the only one to ask.
         """
-        if not here:
-            self.look()
         found = [u for u in self._left if among is None or any(n in among for n in u[0])]
         if here:
             found = [*compress(found, _blank(found))]
