@@ -38,7 +38,7 @@ def test_a_70_billion_model_on_64_gpus_is_answered() -> None:
     assert [c["fits"] for c in found["stages"][:3]] == [False] * 3
     best = found["recommended"]
     assert best["stage"] == 3 and best["fits"]
-    account = Account.from_json(best["account"])
+    account = Account(**best["account"])
     assert 0 < account.rest_bytes < account.peak_bytes <= best["usable"]
     assert account.links["inside"] + account.links["between"] == pytest.approx(
         account.wire_bytes, rel=1e-6

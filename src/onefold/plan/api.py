@@ -209,8 +209,6 @@ def planned(
         _refuse(job or Job(), machine)
     subject = subject_of(model, job or Job(), batch, loss, machine)
     job, shape = subject.job, subject.shape
-    if not subject.repeats and not job.checkpointing:
-        job = replace(job, checkpointing="none")  # there is no block to recompute
     question = Question(shape, subject.activities, machine, job)
     more: dict[str, Any] = {}
     if axes is not None:

@@ -10,7 +10,7 @@ Bytes are those of one rank, seconds are wall-clock, and a step has all its micr
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from onefold.memory import (
@@ -111,13 +111,8 @@ class Account:
         return sum(self.wire.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Return a plain dictionary, which `Account.from_json` reads back."""
+        """Return a plain dictionary: the arguments of an account."""
         return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Account:
-        known = {f.name for f in fields(cls)}
-        return cls(**{k: v for k, v in values.items() if k in known})
 
     def lines(self) -> Iterator[tuple[str, str, float]]:
         """Yield (name, unit, value) of every figure, for `compare`."""

@@ -59,11 +59,11 @@ class Subject:
     """A model as a plan sees it.
 
     Attributes:
-        job: as it was asked; with the model's own dtype if `precision` is None.
+        job: as it was asked; with the model's own dtype if `precision` is None, and its length, and nothing
+            to recompute if it has no blocks.
         activities: the activity of a micro-batch, by its size and checkpointing.
         source: where the activities come from.
         notes: what had to be assumed.
-        repeats: whether there are blocks to recompute.
     """
 
     job: Job
@@ -71,7 +71,6 @@ class Subject:
     activities: Activities
     source: str
     notes: tuple[str, ...] = ()
-    repeats: bool = True
 
 
 def subject_of(
@@ -98,6 +97,8 @@ def subject_of(
         )
     if not job.seq:
         job = replace(job, seq=min(LONGEST, positions_of(module) or LONGEST))
+    if not (job.checkpointing or repeated_blocks(module)):
+        job = replace(job, checkpointing="none")
     name = row.name if row is not None else type(module).__name__
     device = "cpu" if machine.shared else "cuda"
     given = name, job.seq, job.lora_rank, job.units, job.precision, device, batch, loss
@@ -110,7 +111,6 @@ def subject_of(
         activities,
         "traced from the module",
         tuple(notes),
-        repeats=bool(repeated_blocks(module)),
     )
 
 

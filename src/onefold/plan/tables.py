@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from onefold.comm import OWNERS
@@ -110,9 +108,7 @@ def show(plan: Plan, console: Console | None = None, explain: bool = False) -> N
 
 def _print(out: Console, table: Table) -> None:
     """Print a table at its full width, since figures that are cut are of no use."""
-    wide = Console(width=10_000, file=io.StringIO())
-    needed = Measurement.get(wide, wide.options, table).maximum
-    Console(file=out.file, width=max(out.width, needed), highlight=False).print(table)
+    Console(file=out.file, width=10_000, highlight=False).print(table)
 
 
 def _stages(plan: Plan) -> Table:
