@@ -111,6 +111,17 @@ def test_recomputing_activations_changes_no_bit(text: str, model: str, how: str)
     assert [row["loss"] for row in steps(run)] == losses(text, model=model)
 
 
+@pytest.mark.parametrize("stage", ["0", "3"])
+def test_blocks_of_ones_own_are_recomputed_too(text: str, stage: str) -> None:
+    own = f"{__name__}:build"
+    plain = losses(text, model=own, stage=stage)
+    assert losses(text, model=own, stage=stage, activation_checkpointing="full") == plain
+    run = make(text, model=own, stage=stage, activation_checkpointing="selective")
+    again = ["forward" in vars(block) for block in run.model.get_submodule("blocks").children()]
+    assert again == [True, False, True]
+    assert [row["loss"] for row in steps(run)] == plain
+
+
 def test_epochs_count_passes_and_stopping_ends_after_the_step(text: str) -> None:
     run = make(text, steps=None, epochs=1.5, micro_batch=4)
     assert run.steps == -(-3 * run.data.size() // 8)
@@ -177,10 +188,6 @@ def test_a_factory_of_your_own_trains_and_is_saved_as_safetensors(
         ({"model": "no_such_module:build"}, "cannot import 'no_such_module'"),
         ({"model": "llama:tiny", "units": "no_such_block"}, "no_such_block"),
         ({"model": "llama:tiny", "stage": "1", "reduce_at": "micro-batch"}, "boundary"),
-        (
-            {"model": f"{__name__}:build", "activation_checkpointing": "full"},
-            "activation_checkpointing_enable",
-        ),
         ({"tokenizer": "/no/such/folder"}, "local folder"),
         ({"lr": 1e30, "clip": 0, "warmup": 0}, "is nan|is inf"),
     ],

@@ -1,11 +1,10 @@
-"""Load or build `--model` as a module in fp32 with its tokenizer; recomputation and compilation of
-its blocks.
+"""Load or build `--model` as a module in fp32 with its tokenizer; compilation of its blocks.
 
-    a folder                  on the meta device on every rank; `onefold.shard` reads each rank's part
-    a name in the hub         downloaded once on each machine, then as a folder
-    a package, a GGUF file    whole on rank 0, on the meta device elsewhere
-    a size                    initialized at random on rank 0, on the meta device elsewhere
-    a factory                 called on every rank; the model is used as it is returned
+a folder                  on the meta device on every rank; `onefold.shard` reads each rank's part
+a name in the hub         downloaded once on each machine, then as a folder
+a package, a GGUF file    whole on rank 0, on the meta device elsewhere
+a size                    initialized at random on rank 0, on the meta device elsewhere
+a factory                 called on every rank; the model is used as it is returned
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.data.text import ByteTokenizer, Tokenizer, load_tokenizer, smollm2_path
 from onefold.models.names import NAMED_SIZES, hub_folder, kind_of, parse_size
-from onefold.plan.modules import factory_of, quietly
+from onefold.plan.modules import factory_of, module_in, quietly
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.processes.ranks import Ranks
 from onefold.tracing.blocks import repeated_blocks
@@ -170,17 +170,13 @@ def _read_once() -> Iterator[None]:
     and lists the tensors' names again for every module. For a vocabulary of 49,152 words, each of
     the two takes longer than dequantizing 135 million weights.
     """
-    asked = ("GGUFReader", "get_tensor_name_map")
-    # If gguf is not installed, transformers raises the error
-    gguf: Any = importlib.import_module("gguf") if importlib.util.find_spec("gguf") else None
-    before = {name: getattr(gguf, name) for name in asked if hasattr(gguf, name)}
-    for name, ask in before.items():
-        setattr(gguf, name, functools.lru_cache(maxsize=1)(ask))
-    try:
+    with contextlib.ExitStack() as inside:
+        if importlib.util.find_spec("gguf"):  # else transformers raises the error
+            gguf: Any = importlib.import_module("gguf")
+            for name in ("GGUFReader", "get_tensor_name_map"):
+                once = functools.lru_cache(maxsize=1)(getattr(gguf, name))
+                inside.enter_context(mock.patch.object(gguf, name, once))
         yield
-    finally:
-        for name, ask in before.items():
-            setattr(gguf, name, ask)
 
 
 def _from_gguf(path: Path) -> nn.Module:
@@ -261,19 +257,17 @@ def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         made = factory()
-    module, own = made if isinstance(made, tuple) else (made, None)
-    if not isinstance(module, nn.Module):
-        raise TrainError(
-            f"--model {name}: expected an nn.Module or (nn.Module, tokenizer), got"
-            f" {type(module).__name__}."
-        )
+    try:
+        module, own = module_in(name, made)
+    except ValueError as error:
+        raise TrainError(f"--model {error}") from None
     if own is None and tokenizer == "bytes":
         # transformers is not imported: that takes longer than a small run needs to start
         own = ByteTokenizer()
     elif own is None:
         with quiet_transformers():
             own = load_tokenizer(tokenizer, None)
-    return Loaded(module.train(), own, name)
+    return Loaded(module, own, name)
 
 
 @contextlib.contextmanager
@@ -287,35 +281,6 @@ def quiet_transformers() -> Iterator[None]:
         ) from None
     with quietly():
         yield
-
-
-def checkpoint_activations(model: nn.Module, how: str) -> None:
-    """Recompute all blocks ("full") or every second block ("selective") in the backward pass.
-    Raises TrainError if the model does not support it.
-    """
-    if how == "none":
-        return
-    # transformers 5 calls it activation_checkpointing_enable, earlier ones
-    # gradient_checkpointing_enable
-    enable: Any = getattr(model, "activation_checkpointing_enable", None) or getattr(
-        model, "gradient_checkpointing_enable", None
-    )
-    if enable is None or not getattr(model, "supports_gradient_checkpointing", True):
-        raise TrainError(
-            f"--activation-checkpointing {how}: {type(model).__name__} has no"
-            " activation_checkpointing_enable or gradient_checkpointing_enable. Give it one, or"
-            " use torch.utils.checkpoint inside its forward."
-        )
-    enable({"use_reentrant": False})
-    if how == "selective":
-        flagged = [m for m in repeated_blocks(model) if getattr(m, "gradient_checkpointing", False)]
-        if not flagged:
-            raise TrainError(
-                f"--activation-checkpointing selective: {type(model).__name__} does not switch its"
-                " blocks one by one; use full."
-            )
-        for block in flagged[1::2]:
-            block.gradient_checkpointing = False  # type: ignore[assignment]
 
 
 def compile_blocks(model: nn.Module) -> None:

@@ -197,12 +197,19 @@ def _from_factory(source: str) -> nn.Module:
             raise ValueError(
                 f"{source}: calling {attribute}() failed: {type(error).__name__}: {error}"
             ) from error
-    module = made[0] if isinstance(made, tuple) and made else made
+    return module_in(source, made)[0]
+
+
+def module_in(source: str, made: Any) -> tuple[nn.Module, Any]:
+    """Return (the module that a factory made, in training mode; its tokenizer or None). Raises
+    ValueError: it made none.
+    """
+    module, tokenizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"{source}: expected an nn.Module or (nn.Module, tokenizer), got {type(made).__name__}."
         )
-    return module.train()
+    return module.train(), tokenizer
 
 
 def factory_of(source: str) -> Callable[[], Any]:

@@ -21,7 +21,7 @@ from onefold.data.order import DataOrder
 from onefold.data.samples import Data, load_data
 from onefold.data.tokens import tokens_of
 from onefold.models.adapters import refuse_unmergeable, with_adapters
-from onefold.models.build import Loaded, checkpoint_activations, compile_blocks, load_on_first_rank
+from onefold.models.build import Loaded, compile_blocks, load_on_first_rank
 from onefold.models.names import kind_of
 from onefold.models.parallel import AXES, DATA, parallelize
 from onefold.observe.trace import Recording
@@ -31,6 +31,7 @@ from onefold.plan.schema import Account
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.recipe.optimizers import TRAINED
+from onefold.tracing.blocks import recompute
 from onefold.train import optimizers
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
@@ -260,8 +261,8 @@ def prepare(
     steps_of(config.trace, steps)  # raises before anything slow begins
     no_decay = names_without_decay(model)
     by_muon = hidden_matrices(model) if TRAINED[config.optimizer].rest else None
-    checkpoint_activations(model, config.activation_checkpointing)
     try:
+        recompute(model, config.activation_checkpointing)
         recipe = config.recipe(choice.stage)
         note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
         model = _sharded(loaded, recipe, config, ranks)
