@@ -58,7 +58,7 @@ def started(
     others.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "onefold.cli", "train", *arguments, "--json"],
+        [sys.executable, "-m", "onefold", "train", *arguments, "--json"],
         cwd=folder, env=environment(folder / temporary), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     try:

@@ -123,7 +123,7 @@ def test_a_resharded_checkpoint_is_the_same_in_other_files(
     target = reshard(reshard(saved, tmp_path / "between", 5), tmp_path / "b", ranks)
     assert examine(target).problems == []
     found = compared(saved, target)
-    records = [r for r in read_manifest(saved).records if r.item.kind != "rng"]
+    records = read_manifest(saved).records
     assert found.equal and sum(found.compared.values()) == len(records)
     sizes = [f.stat().st_size for f in sorted(target.glob("rank-*.safetensors"))]
     assert len(sizes) == ranks
@@ -194,7 +194,7 @@ def test_everything_that_resumes_is_compared(saved: Path, tmp_path: Path) -> Non
     torch.rand(1)
     extra = {"best": 1.25, "table": torch.arange(5000) * 2}
     found = compared(saved, run.save(tmp_path / "b", step=3, data={"position": 17}, extra=extra))
-    rows = [row for row in found.values if row["part"] != "random"]
+    rows = found.values
     assert {(row["part"], row["where"]): (row["first"], row["second"]) for row in rows} == {
         ("rest", "step"): (2, 3),
         ("rest", "scheduler, last_epoch"): (2, 77),
@@ -203,7 +203,6 @@ def test_everything_that_resumes_is_compared(saved: Path, tmp_path: Path) -> Non
         ("optimizer", "group 1, lr"): (pytest.approx(0.0081), 0.5),
         ("optimizer", "tokens.weight, step"): (2.0, 9.0),
     }
-    random = [row["where"] for row in found.values if row["part"] == "random"]
-    assert random == ["rank 0, torch"]
-    assert [row["kind"] for row in found.tensors] == ["extra"], "the table"
+    kinds = [(row["kind"], row["name"]) for row in found.tensors]
+    assert ("rng", "0") in kinds and [kind for kind, _ in kinds].count("extra") == 1, "the table"
     assert found.differing("rest") == (1, 4) and found.differing("weights") == (0, 0)

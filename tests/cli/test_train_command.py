@@ -53,7 +53,7 @@ class Place:
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-m", "onefold.cli", "train", *arguments],
+            [sys.executable, "-m", "onefold", "train", *arguments],
             cwd=self.folder, env=self.environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
 

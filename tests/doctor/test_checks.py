@@ -20,11 +20,11 @@ from onefold.doctor.checks import (
     LEFT_OUT,
     OK,
     WRONG,
-    Here,
     Outcome,
     check_here,
     run_checks,
 )
+from onefold.doctor.model import Here
 from ranks import absolute_path, run_ranks
 
 pytestmark = pytest.mark.one_in(9)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from onefold.doctor.disk import measure_disk
+from onefold.doctor.calibrate import measure_disk
 from onefold.doctor.measure import Sizes, measure
 from onefold.processes.ranks import Ranks
 from ranks import run_ranks

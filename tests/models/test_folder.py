@@ -30,7 +30,7 @@ from hf_folders import (
 from onefold.models import build as models
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.results import export
+from onefold.train.worker import export
 from onefold.wording import TrainError
 from ranks import run_ranks
 from started_runs import alone, this_rank

@@ -101,7 +101,7 @@ def command(place: Path, address: str, *arguments: str, **more: str) -> tuple[in
     clean = {k: v for k, v in environment(place / "tmp").items() if k != "HF_HUB_OFFLINE"}
     given = {"HF_ENDPOINT": address, "HF_HOME": str(place / "hub"), "HF_HUB_DISABLE_XET": "1"}
     done = subprocess.run(
-        [sys.executable, "-m", "onefold.cli", "train", *arguments],
+        [sys.executable, "-m", "onefold", "train", *arguments],
         cwd=place, env={**clean, **given, **more}, text=True, capture_output=True, timeout=300,
     )  # fmt: skip
     return done.returncode, done.stdout, done.stderr

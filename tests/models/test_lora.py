@@ -25,11 +25,11 @@ from onefold.checkpoint.folder import newest_first
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.processes.ranks import Ranks
 from onefold.train import checkpoints
-from onefold.train.keeper import Keeper
+from onefold.train.checkpoints import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import Reporter
-from onefold.train.results import export
+from onefold.train.worker import export
 from onefold.wording import TrainError
 from ranks import run_ranks
 from started_runs import alone, this_rank

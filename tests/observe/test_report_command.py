@@ -12,7 +12,7 @@ pytest.importorskip("plotly", reason="plotly is not installed")
 from synthetic_run import write_run
 from typer.testing import CliRunner
 
-from onefold.cli.report import report_command
+from onefold.cli.app import report_command
 
 app = typer.Typer()
 app.command("report")(report_command)
@@ -23,7 +23,7 @@ def test_it_writes_the_page_and_says_where(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [str(tmp_path)])
     assert done.exit_code == 0, done.output
     assert (
-        done.output == f"wrote {tmp_path / 'report.html'}\n"
+        done.output == f"report {tmp_path / 'report.html'}\n"
         and (tmp_path / "report.html").stat().st_size > 1e6
     )
 

@@ -39,7 +39,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     path = os.pathsep.join(filter(None, [SOURCE, os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run(
-        [sys.executable, "-m", "onefold.cli", "train", "--model", "llama:tiny", "--tokenizer", "bytes", "--seq", "64", "--device", "cpu",
+        [sys.executable, "-m", "onefold", "train", "--model", "llama:tiny", "--tokenizer", "bytes", "--seq", "64", "--device", "cpu",
          "--steps", str(STEPS), "--nproc", str(RANKS), "--stage", "3", "--micro-batch", "2", "--eval-every", "0",
          "--tensorboard", "--trace", "2:3", "--output", "run", "--json"],
         cwd=folder, env={**clean, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(folder / "cache")}, check=False,

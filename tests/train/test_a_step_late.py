@@ -22,8 +22,8 @@ from onefold.optim.clip import skips_on_device
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints, loop
+from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import Reporter
@@ -282,7 +282,7 @@ def test_a_run_that_was_stopped_goes_on_to_the_bit(options: dict[str, Any]) -> N
         folder = Path(name)
         whole = Told(*start("virtual", folder, **options))
         (folder / "cut").mkdir()
-        first = Told(*start("virtual", folder / "cut", save_every=3, **options), stop_in=4)
+        first = Told(*start("virtual", folder / "cut", save_every=3, **options), stop_in=6)
         assert [row["step"] for row in first.rows] == [1, 2, 3, 4, 5] and first.done == 5
         run, keeper = start("virtual", folder / "cut", resume="auto", **options)
         assert run.start == 5

@@ -13,13 +13,13 @@ import torch
 
 from onefold.processes.ranks import Ranks
 from onefold.train import checkpoints
+from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.early import check_batch
-from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import prepare
 from onefold.train.report import Reporter, describe
-from onefold.train.results import export
+from onefold.train.worker import export
 from onefold.wording import TrainError
 from ranks import run_ranks
 
@@ -159,8 +159,8 @@ def test_runs_with_divided_experts_have_the_losses_of_data_parallel_ones(tmp_pat
 REFUSED = {
     "adapters": ({"tp": 2, "lora": 4}, r"--tp 2 beside --lora 4"),
     "compiled": ({"ep": 2, "compile": True}, r"--ep 2 beside --compile"),
-    "ranks": ({"tp": 3}, r"--tp 3 does not divide 4 ranks: use 1, 2 or 4"),
-    "data ranks": ({"tp": 2, "ep": 4}, r"--ep 4 does not divide the 2 data-parallel ranks"),
+    "ranks": ({"tp": 3}, r"--tp 3 does not divide 4 ranks: use one of 1, 2, 4"),
+    "data ranks": ({"tp": 2, "ep": 4}, r"--ep 4 does not divide 2 data-parallel ranks"),
 }
 
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 import errno
 import json
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -19,14 +17,12 @@ from torch import nn
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints
-from onefold.train.config import TrainConfig, resolve
+from onefold.train.checkpoints import Keeper
+from onefold.train.config import resolve
 from onefold.train.early import micro_batch_that_divides
-from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
-from onefold.train.output import Metrics
 from onefold.train.prepare import Run, prepare
-from onefold.train.report import Reporter
-from onefold.train.worker import Log
+from onefold.train.report import Metrics, Reporter
 from onefold.wording import TrainError
 
 #: Of ranks.SERVERS.
@@ -199,24 +195,23 @@ def test_other_data_another_seed_and_another_global_batch_are_refused(
 
 
 def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.jsonl"
-    with closing(Metrics(file)) as metrics:
-        for step in (1, 2, 3):
-            metrics.write({"step": step, "loss": step / 2})
-        metrics.write({"done": True})
+    file, alerts = tmp_path / "metrics.jsonl", list[str]()
+    metrics = Metrics(file, alerts.append)
+    for step in (1, 2, 3):
+        metrics("step", {"step": step, "loss": step / 2})
+    metrics("note", {"text": "is no row"})
+    metrics("done", {"done": True})
     with file.open("a") as cut_off:
         cut_off.write('{"step": 4, "lo')
-    with closing(Metrics(file, after=2)) as metrics:
-        assert metrics.first == {"step": 1, "loss": 0.5}
-        metrics.write({"resumed": True, "from_step": 2})
-        metrics.write({"step": 3, "loss": 8.0})
+    metrics = Metrics(file, alerts.append, after=2)
+    metrics("resumed", {"resumed": True, "from_step": 2})
+    metrics("step", {"step": 3, "loss": 8.0})
     rows = [json.loads(line) for line in file.read_text().splitlines()]
     assert [row.get("step", row.get("from_step")) for row in rows] == [1, 2, 2, 3] and rows[-1][
         "loss"
     ] == 8.0
-    with closing(Metrics(file)) as metrics:
-        assert metrics.first is None
-    assert file.read_text() == ""
+    Metrics(file, alerts.append)
+    assert file.read_text() == "" and not alerts
 
 
 class Full:
@@ -239,28 +234,20 @@ class Full:
 def test_metrics_on_a_full_disk_are_told_once_and_the_file_keeps_whole_lines(
     tmp_path: Path,
 ) -> None:
-    alerts: list[str] = []
-    say = cast(Any, SimpleNamespace(alert=alerts.append, say=lambda event, **values: None))
-    run = cast(Any, SimpleNamespace(ranks=SimpleNamespace(is_first=True), config=TrainConfig()))
-    log = Log(run, tmp_path, say, None)
-    log.row({"step": 1})
-    whole, log.metrics._file = log.metrics._file, cast(Any, Full(log.metrics._file))
-    log.row({"step": 2})
-    log.row({"step": 3})
-    log.metrics._file = whole
-    log.row({"step": 4})
-    summary: dict[str, Any] = {"metrics": str(tmp_path / "metrics.jsonl")}
-    log.done(summary)
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1, 4] and len(log.rows) == 4
-    begins = f"metrics in {tmp_path} cannot be written (No space left on device): the training goes"
-    assert len(alerts) == 2 and alerts[0].startswith(begins)
-    assert alerts[1] == f"{tmp_path / 'metrics.jsonl'} is not whole: 2 writes failed."
-    assert summary["metrics"]
-    (tmp_path / "metrics.jsonl").unlink()
-    log.done(summary)
-    assert alerts[2].startswith(f"{tmp_path / 'metrics.jsonl'} is gone") and not summary["metrics"]
-    log.close()
+    file, alerts = tmp_path / "metrics.jsonl", list[str]()
+    metrics = Metrics(file, alerts.append)
+    metrics("step", {"step": 1})
+    whole, metrics._file = metrics._file, cast(Any, Full(metrics._file))
+    metrics("step", {"step": 2})
+    metrics("step", {"step": 3})
+    metrics._file = whole
+    metrics("step", {"step": 4})
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 4]
+    (alert,) = alerts
+    assert alert.startswith(
+        f"{file} cannot be written (No space left on device): the training goes on"
+    )
 
 
 # -- the order of the samples ----------------------------------------------------------------------

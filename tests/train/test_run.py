@@ -17,7 +17,7 @@ from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
-from onefold.train.results import export
+from onefold.train.worker import export
 from onefold.wording import TrainError
 from started_runs import alone
 

@@ -14,7 +14,7 @@ import onefold
 from onefold import Tier
 from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
-from onefold.train.early import refuse_folders
+from onefold.train.early import check_early
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import describe
 from onefold.wording import TrainError
@@ -74,9 +74,8 @@ def test_what_cannot_be_is_told_before_anything_starts(given: dict[str, Any], wo
 
 
 def test_a_folder_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
-    refuse_folders(resolve({"offload_optimizer": "nvme", "nvme": str(tmp_path)}))
     with pytest.raises(TrainError, match=r"--nvme .*absent: there is no such folder"):
-        refuse_folders(resolve({"nvme": [str(tmp_path), str(tmp_path / "absent")]}))
+        check_early(resolve({"nvme": [str(tmp_path), str(tmp_path / "absent")]}))
 
 
 def prepared(tmp_path: Path, **given: Any) -> Run:

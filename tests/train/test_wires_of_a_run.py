@@ -12,8 +12,8 @@ import pytest
 
 from onefold.processes.ranks import Ranks
 from onefold.train import checkpoints
+from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.keeper import Keeper
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import Reporter, describe, observe

@@ -5,7 +5,6 @@ model or a GPU. Each command answers with rows; see `show`.
 from __future__ import annotations
 
 import contextlib
-import enum
 import time
 from dataclasses import asdict
 from fnmatch import fnmatchcase
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from onefold.cli.options import option
 from onefold.cli.show import answered, progress, show
 from onefold.recipe.options import bytes_of
 
@@ -30,66 +30,34 @@ app = typer.Typer(
 )
 
 
-def _folder(metavar: str, text: str) -> Any:
-    return typer.Argument(metavar=metavar, help=text, show_default=False)
-
-
-Newest = Annotated[
+Path_ = Annotated[
     Path,
-    _folder(
-        "PATH", "A checkpoint, a folder of them or a run's output folder; of several the newest."
-    ),
-]
-Any_ = Annotated[
-    Path,
-    _folder(
-        "PATH",
-        "A checkpoint of Onefold, DeepSpeed or Hugging Face; a folder of them, or of a run, is listed.",
-    ),
-]
-Each = Annotated[
-    Path,
-    _folder(
-        "PATH", "A checkpoint; or a folder of them, or a run's output folder: each is verified."
-    ),
-]
-Target = Annotated[
-    Path, _folder("TARGET", "The folder to make; of reshard, it may be PATH with --overwrite.")
-]
-First = Annotated[Path, _folder("FIRST", "A checkpoint of Onefold, DeepSpeed or Hugging Face.")]
-Second = Annotated[Path, _folder("SECOND", "Another, from any number of ranks.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print one JSON object instead of words and tables.")
-]
-Overwrite = Annotated[
-    bool,
-    typer.Option("--overwrite", help="Replace what is at the target, once the new one is whole."),
-]
-Filter = Annotated[
-    str | None,
-    typer.Option(
-        "--filter",
-        metavar="GLOB",
-        help="Only these tensors, such as '*.mlp.*'.",
+    typer.Argument(
+        metavar="PATH",
+        help=(
+            "A checkpoint of Onefold, DeepSpeed or Hugging Face; or a folder of them, or of a run:"
+            " inspect lists each, verify verifies each, the others take the newest."
+        ),
         show_default=False,
     ),
 ]
-DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-
-
-class Part(enum.Enum):
-    """The parts that can be compared by themselves; see `onefold.inspection.diff.KINDS_OF`."""
-
-    WEIGHTS, OPTIMIZER, REST, RANDOM = "weights", "optimizer", "rest", "random"
+Target = Annotated[
+    Path, typer.Argument(metavar="TARGET", help="The folder to make.", show_default=False)
+]
+Json = Annotated[bool, option("Print one JSON object instead of words and tables.", None, "--json")]
+Overwrite = Annotated[
+    bool, option("Replace what is at the target, once the new one is whole.", None, "--overwrite")
+]
+Filter = Annotated[
+    str | None, option("A glob: only these tensors, such as '*.mlp.*'.", None, "--filter")
+]
 
 
 @app.command("inspect")
 @answered
 def inspect_command(
-    path: Any_,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="Also a line for every tensor.")
-    ] = False,
+    path: Path_,
+    tensors: Annotated[bool, option("Also a line for every tensor.", None, "--tensors")] = False,
     only: Filter = None,
     as_json: Json = False,
 ) -> int:
@@ -118,7 +86,7 @@ def inspect_command(
 
 @app.command("verify")
 @answered
-def verify_command(path: Each, as_json: Json = False) -> int:
+def verify_command(path: Path_, as_json: Json = False) -> int:
     """Read every byte of a checkpoint and name every file and tensor that is not as it was saved.
 
     Exit status 1 if anything is damaged or missing.
@@ -147,34 +115,29 @@ def verify_command(path: Each, as_json: Json = False) -> int:
 @app.command("export")
 @answered
 def export_command(
-    path: Newest,
+    path: Path_,
     target: Target,
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
-        typer.Option(
-            "--dtype", help="Of the weights (default: as they are stored).", show_default=False
-        ),
+        option("Of the weights (default: as they are stored)."),
     ] = None,
     max_shard: Annotated[
-        str, typer.Option("--max-shard", help="The largest file, such as 500MB, 5GB or 2GiB.")
+        str, option("The largest file, such as 500MB, 5GB or 2GiB.", shown=True)
     ] = "5GB",
     beside: Annotated[
         Path | None,
-        typer.Option(
-            "--like",
-            help="A folder whose config.json and tokenizer are taken (default: its own).",
-            show_default=False,
+        option(
+            "A folder whose config.json and tokenizer are taken (default: its own).", None, "--like"
         ),
     ] = None,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> int:
     """Write the model in a checkpoint as safetensors that transformers' from_pretrained opens."""
-    import torch
-
     from onefold.pretrained.export import export_folder
+    from onefold.recipe import COMPUTE_DTYPES
 
-    limit, kind = bytes_of("--max-shard", max_shard), dtype and getattr(torch, DTYPES[dtype])
+    limit, kind = bytes_of("--max-shard", max_shard), COMPUTE_DTYPES.get(dtype or "")
     with (
         contextlib.closing(_opened(path)) as source,
         progress(f"exporting to {target}", None, as_json) as advance,
@@ -188,16 +151,9 @@ def export_command(
 @app.command("reshard")
 @answered
 def reshard_command(
-    path: Newest,
+    path: Path_,
     target: Target,
-    ranks: Annotated[
-        int,
-        typer.Option(
-            "--ranks",
-            help="How many ranks' files to write; 1 puts all into one.",
-            show_default=False,
-        ),
-    ],
+    ranks: Annotated[int, option("How many ranks' files to write; 1 puts all into one.")],
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> int:
@@ -223,23 +179,17 @@ def reshard_command(
 @app.command("diff")
 @answered
 def diff_command(
-    first: First,
-    second: Second,
+    first: Path_,
+    second: Path_,
     only: Annotated[
-        list[Part] | None,
-        typer.Option(
-            "--only",
-            help="A part to compare, or several. rest: step, scheduler, scaler, data, extra.",
-            show_default=False,
+        list[str] | None,
+        option(
+            "What to compare, once or several times: weights, optimizer, rest (step, scheduler, scaler, data, extra), random."
         ),
     ] = None,
     names: Filter = None,
-    atol: Annotated[
-        float, typer.Option("--atol", min=0, help="Elements that differ by no more are the same.")
-    ] = 0.0,
-    rtol: Annotated[
-        float, typer.Option("--rtol", min=0, help="The same, as a part of the larger of the two.")
-    ] = 0.0,
+    atol: Annotated[float, option("Elements that differ by no more are the same.")] = 0.0,
+    rtol: Annotated[float, option("The same, as a part of the second's.")] = 0.0,
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints: which tensors differ and by how much, and parameter groups, step
@@ -251,7 +201,9 @@ def diff_command(
     from onefold.checkpoint.tensorfile import numel_of
     from onefold.inspection.diff import PARTS, differences
 
-    chosen = [part.value for part in only or ()] or (["weights", "optimizer"] if names else PARTS)
+    chosen = only or (["weights", "optimizer"] if names else PARTS)
+    if not {*chosen} <= {*PARTS}:
+        raise ValueError(f"--only: expected {', '.join(PARTS)}.")
     with contextlib.closing(_opened(first)) as one, contextlib.closing(_opened(second)) as other:
         elements = sum(numel_of(stored.shape) for stored in one.items().values())
         with progress(f"comparing {first.name} and {second.name}", elements, as_json) as advance:
@@ -259,22 +211,21 @@ def diff_command(
                 one, other, parts=[part for part in PARTS if part in chosen], atol=atol, rtol=rtol,
                 advance=advance, wanted=lambda name: names is None or fnmatchcase(name, names),
             )  # fmt: skip
-        sides = ("first", one), ("second", other)
-        made = {
-            which: {"from": s.describe, "step": s.step, "created": s.created, **s.saved_by}
-            for which, s in sides
-        }
-    parts = []
-    for part, compared in found.compared.items():
-        row: dict[str, Any] = {"part": part, "compared tensors": compared}
-        row |= dict(
-            zip(("differing tensors", "differing values"), found.differing(part), strict=True)
-        )
-        skipped = "not compared: only Onefold's checkpoints say it"
-        parts.append({"part": part, "why": skipped} if part in found.skipped else row)
-    result = "the same" if found.equal else "they differ"
+        made = [
+            {"from": s.describe, "step": s.step, "created": s.created, **s.saved_by}
+            for s in (one, other)
+        ]
+    columns = "part", "compared tensors", "differing tensors", "differing values"
+    parts: list[dict[str, Any]] = [
+        dict(zip(columns, (part, compared, *found.differing(part)), strict=True))
+        for part, compared in found.compared.items()
+    ]
+    why = "not compared: only Onefold's checkpoints say it"
+    parts += [{"part": part, "why": why} for part in found.skipped]
     rows = {"parts": parts, "tensors": found.tensors, "values": found.values}
-    show(as_json, "diff", {"equal": found.equal, **made, **rows, "result": result})
+    said = {"first": made[0], "second": made[1], **rows}
+    result = "the same" if found.equal else "they differ"
+    show(as_json, "diff", {"equal": found.equal, **said, "result": result})
     return int(not found.equal)
 
 

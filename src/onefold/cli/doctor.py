@@ -7,10 +7,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-import tempfile
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -81,39 +80,24 @@ def _check(found: dict[str, Any], ranks: int | None, as_json: bool, file: Path |
     """Run the checks and show the results. Under a launcher, rank 0 shows them and the other ranks
     return 0.
     """
-    from onefold.doctor.checks import CHECKS, WRONG, Outcome, begin, check_here, run_checks
+    from onefold.doctor.checks import WRONG, Outcome, check_here, check_launched
     from onefold.processes.host import joins
 
-    begun, device, gpus = time.monotonic(), found["device"], len(found["gpus"])
-    launched = joins(os.environ)
+    begun, device, gpus, launched = time.monotonic(), found["device"], len(found["gpus"]), joins(os.environ)
     if ranks is not None and launched:
         raise ValueError(f"--ranks {ranks}: the launcher has said how many.")
-    rows = list[Outcome]()
     if device == "cuda" and (ranks or 0) > gpus > 1:
         raise ValueError(f"--ranks {ranks}: each rank takes a GPU, and {gpus} are here.")
-
-    def put(row: Outcome) -> None:
+    rows = list[Outcome]()
+    for row in check_launched(device, gpus) if launched else check_here(device, gpus, ranks):
         rows.append(row)
         if sys.stderr.isatty():
             print(f"{row.name}: {row.status}", file=sys.stderr)
-
-    if launched:
-        shared = device != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
-        # In the working folder, which several nodes usually share
-        with tempfile.TemporaryDirectory(prefix=".onefold-check-", dir=".") as own:
-            here = begin(own, device, "gloo" if shared else "nccl")
-            here = replace(here, folder=here.gather(os.path.abspath(own))[0])
-            run_checks(here, CHECKS, put)
-            here.gather(None)
-        if here.rank:
-            return 0
-    else:
-        for row in check_here(device, gpus, ranks):
-            put(row)
-    wrong = any(row.status == WRONG for row in rows)
+    if launched and os.environ["RANK"] != "0":
+        return 0
     told = Counter(row.status for row in rows)
     report = {
-        "ok": not wrong,
+        "ok": not told[WRONG],
         "command": " ".join(sys.argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - begun, 1),
@@ -125,7 +109,7 @@ def _check(found: dict[str, Any], ranks: int | None, as_json: bool, file: Path |
     if file is not None:
         file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     show(as_json and file is None, "check", report)
-    return int(wrong)
+    return int(told[WRONG] > 0)
 
 
 def _calibration(

@@ -17,8 +17,6 @@ from typer.core import TyperCommand
 
 from onefold.recipe.core import OPTIONS
 from onefold.recipe.options import Option, choices_of
-from onefold.train.config_file import refuse_gone
-from onefold.wording import TrainError
 
 Command = typing.TypeVar("Command", bound=Callable[..., Any])
 
@@ -67,11 +65,6 @@ class _Command(TyperCommand):
                 name = word.rstrip("=") or before
                 what = name if name.startswith("--") else "an argument"
                 refuse(f"{what} is an empty text: give a value, or leave it out.", "--json" in args)
-            if ctx.info_name == "train" and word.startswith("--"):
-                try:
-                    refuse_gone(word)
-                except TrainError as error:
-                    refuse(error, "--json" in args)
         rest: list[str] = super().parse_args(ctx, args)
         for name, value in ctx.params.items():
             if isinstance(value, int | float) and not -(1 << 63) < value < 1 << 63:
@@ -173,13 +166,11 @@ def asked_of(words: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def refuse(
-    error: Exception | str, as_json: bool, code: int = 2, kind: str = "", **beside: Any
-) -> NoReturn:
+def refuse(error: Exception | str, as_json: bool, code: int = 2, kind: str = "") -> NoReturn:
     """Report an error on stderr and, with --json, as a line of JSON; exit with status `code`."""
     if as_json:
         said = {"event": "error", "kind": kind or type(error).__name__, "message": str(error)}
-        print(json.dumps({**beside, **said}))
+        print(json.dumps(said))
     print(f"error: {error}", file=sys.stderr)
     raise typer.Exit(code) from None
 
@@ -187,7 +178,4 @@ def refuse(
 def stopped(number: int, undone: str, as_json: bool = False) -> NoReturn:
     """Report which signal stopped the command, and exit with its status."""
     text = f"stopped by {signal.Signals(number).name}; nothing was {undone}."
-    if as_json:
-        print(json.dumps({"event": "error", "kind": "Stopped", "message": text}))
-    print(text, file=sys.stderr)
-    raise typer.Exit(128 + number) from None
+    refuse(text, as_json, 128 + number, "Stopped")

@@ -5,13 +5,14 @@ in seconds, for a model of any size.
 from __future__ import annotations
 
 import json
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from onefold.cli.options import asked_of, option, recipe_parameter, refuse, with_parameters
+from onefold.cli.options import asked_of, option, recipe_parameter, with_parameters
+from onefold.cli.show import answered
 from onefold.recipe.core import DIVISION, OPTIONS, TIERS
 from onefold.recipe.options import Precision, bytes_of
 
@@ -22,8 +23,6 @@ Offload = Literal[
     "auto", "none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme", "nvme"
 ]
 _MODEL, _MACHINE, _JOB, _AXES = "What is trained", "On what", "How", "Other axes than data"
-#: Fewer bytes than this cannot be what the user meant.
-_FEWEST = 1 << 14
 
 
 # fmt: off
@@ -67,7 +66,7 @@ def plan(
     explain: Annotated[bool, option("Also say what the next steps would buy and what figures rest on.", None, "--explain")] = False,
     as_json: Annotated[bool, option("Print one JSON object.", None, "--json")] = False,
     **recipe: Any,
-) -> None:
+) -> int:
     # fmt: on
     """Tell before the run what each rank will hold, send and take, stage by stage, and which stage
     to use.
@@ -77,77 +76,65 @@ def plan(
     """
     from onefold.plan import api, hardware
     from onefold.plan.job import Job
+    from onefold.plan.tables import show
 
-    beside: dict[str, Any] = {}
-    ran: list[Any] = []
-    try:
-        if (model is None) == (params is None):
-            raise ValueError(
-                "give a model (a name such as llama-3-8b, a folder, config.json, module:factory) or"
-                " --params, one of the two."
-            )
-        if rank is not None and not simulate:
-            raise ValueError(
-                f"--rank {rank} belongs to --simulate; a plan is the same for every rank."
-            )
-        wanted = str(model) if params is None else _number(params)
-        options = asked_of(recipe)
-        _refuse_few_bytes(options, recipe)
-        job = Job(
-            seq=seq,
-            micro_batch=0 if micro_batch == "auto" else int(_counted("--micro-batch", micro_batch)),
-            global_batch=global_batch,
-            precision=precision,
-            accumulate_dtype=options.pop("accumulate_dtype", "fp32"),
-            checkpointing="" if activation_checkpointing == "auto" else activation_checkpointing,
-            optimizer=optimizer,
-            lora_rank=lora,
-            offload="" if offload == "auto" else offload,
-            options=tuple(options.items()),
+    if (model is None) == (params is None):
+        raise ValueError(
+            "give a model (a name such as llama-3-8b, a folder, config.json, module:factory) or"
+            " --params, one of the two."
         )
-        named = {"gpus": gpus, "per_node": per_node, "gpu": gpu, "link": link, "file": machines}
-        machine = _machine(hardware, here, {k: v for k, v in named.items() if v is not None})
-        host = {
-            name: float(bytes_of(flag, text))
-            for name, flag, text in (("memory", "--host-memory", host_memory), ("nvme", "--disk-space", disk_space))
-            if text is not None
-        }  # fmt: skip
-        machine = replace(machine, host=replace(machine.host, **host))
-        degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-        axes: dict[str, Any] = {}
-        if any((*degrees.values(), chunks, schedule, no_sequence_parallel, no_expert_tp)):
-            axes = {
-                "axes": {n: _counted(f"--{n}", d or "1") for n, d in degrees.items()},
-                "chunks": chunks or 1,
-                "schedule": schedule or "1f1b",
-                "sequence_parallel": not no_sequence_parallel,
-                "expert_tp": not no_expert_tp,
-            }
-        asked = () if stage == "auto" else (int(stage),)
-        found = api.planned(wanted, machine, job, stages=asked, **axes)
-        beside = found.to_json()  # reported with an error of the simulation, too
+    if rank is not None and not simulate:
+        raise ValueError(f"--rank {rank} belongs to --simulate; a plan is the same for every rank.")
+    wanted = str(model) if params is None else _number(params)
+    options = asked_of(recipe)
+    job = Job(
+        seq=seq,
+        micro_batch=0 if micro_batch == "auto" else int(_counted("--micro-batch", micro_batch)),
+        global_batch=global_batch,
+        precision=precision,
+        accumulate_dtype=options.pop("accumulate_dtype", "fp32"),
+        checkpointing="" if activation_checkpointing == "auto" else activation_checkpointing,
+        optimizer=optimizer,
+        lora_rank=lora,
+        offload="" if offload == "auto" else offload,
+        options=tuple(options.items()),
+    )
+    named = {"gpus": gpus, "per_node": per_node, "gpu": gpu, "link": link, "file": machines}
+    machine = _machine(hardware, here, {k: v for k, v in named.items() if v is not None})
+    host = {
+        name: float(bytes_of(flag, text))
+        for name, flag, text in (("memory", "--host-memory", host_memory), ("nvme", "--disk-space", disk_space))
+        if text is not None
+    }  # fmt: skip
+    machine = replace(machine, host=replace(machine.host, **host))
+    degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+    axes: dict[str, Any] = {}
+    if any((*degrees.values(), chunks, schedule, no_sequence_parallel, no_expert_tp)):
+        axes = {
+            "axes": {n: _counted(f"--{n}", d or "1") for n, d in degrees.items()},
+            "chunks": chunks or 1,
+            "schedule": schedule or "1f1b",
+            "sequence_parallel": not no_sequence_parallel,
+            "expert_tp": not no_expert_tp,
+        }
+    asked = () if stage == "auto" else (int(stage),)
+    found = api.planned(wanted, machine, job, stages=asked, **axes)
+    if not as_json:
+        show(found, explain=explain)
+    ran = []
+    if simulate:
+        from onefold.cli.plan_simulation import show_simulation, simulated
+
+        ran = simulated(found, wanted, rank)
         if not as_json:
-            from onefold.plan.tables import show
-
-            show(found, explain=explain)
-        if simulate:
-            from onefold.cli.plan_simulation import show_simulation, simulated
-
-            ran = simulated(found, wanted, rank)
-    except (ValueError, OSError) as error:
-        # The first word of a job's error may be its field
-        name, is_field, rest = str(error).partition("=")
-        flag = f"--{name.removesuffix('_rank').replace('_', '-')}"
-        said = f"{flag} {rest}" if is_field and name in [f.name for f in fields(Job)] else error
-        refuse(said, as_json, kind=type(error).__name__, **beside)
+            show_simulation(ran, found.shown.scheme)
     if as_json:
-        print(json.dumps(beside | ({"simulation": [one.to_json() for one in ran]} if ran else {})))
-    elif ran:
-        show_simulation(ran, found.shown.scheme)
+        print(json.dumps(found.to_json() | ({"simulation": [one.to_json() for one in ran]} if ran else {})))
+    return 0
 
 
 plan_command = with_parameters(
-    plan,
+    answered(plan),
     [
         recipe_parameter(row, both=False)
         for row in OPTIONS.values()
@@ -192,17 +179,3 @@ def _machine(hardware: Any, here: bool, named: dict[str, Any]) -> Any:
             raise ValueError(f"{flag} {named[name]}: expected a whole number, 1 or more.")
     named["per_node"] = min(named["per_node"], named["gpus"])
     return hardware.machine(**{"gpu": "h100-80", **named})
-
-
-def _refuse_few_bytes(options: dict[str, Any], words: dict[str, Any]) -> None:
-    """Raise ValueError for too few bytes. A number without a unit means bytes, and a very small one
-    was probably meant in another unit.
-    """
-    for name in options.keys() & {"offload_amount", "offload_activations"}:
-        nbytes = OPTIONS[name].read(options[name])
-        if isinstance(nbytes, int) and nbytes < _FEWEST:
-            share = " a share of at most 1 such as 0.6, or" if name == "offload_amount" else ""
-            raise ValueError(
-                f"{OPTIONS[name].flag} {words[name]} is {nbytes:,} byte{'s' if nbytes > 1 else ''}:"
-                f" give{share} at least {_FEWEST:,}, such as 512MB."
-            )

@@ -4,7 +4,7 @@ compare it with the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from onefold.cli.show import show
@@ -80,15 +80,12 @@ def show_simulation(ran: Sequence[Simulation], scheme: Scheme) -> None:
 
 def _rows(one: Simulation) -> Iterator[dict[str, Any]]:
     told, seen = one.predicted, one.account
-    parts: dict[str, tuple[Mapping[str, int], Mapping[str, int]]] = {
-        "at rest": (told.rest, seen.rest),
-        "sent": (told.sent or told.wire, seen.sent or seen.wire),
-        "copied": (told.moved, seen.moved),
-    }
+    sent = (told.sent, seen.sent) if told.sent or seen.sent else (told.wire, seen.wire)
+    parts = {"at rest": (told.rest, seen.rest), "sent": sent, "copied": (told.moved, seen.moved)}
     for title, (plan, engine) in parts.items():
-        both = {name: (plan.get(name, 0), engine.get(name, 0)) for name in (*plan, *engine)}
-        lines = {f"{title}: {name}": pair for name, pair in both.items() if any(pair)}
-        lines |= {title: (sum(plan.values()), sum(engine.values()))} if lines else {}
-        for what, (a, b) in lines.items():
-            off = "exact" if a == b else f"{b / a - 1:+.2%}" if a else "not planned"
-            yield {"rank": one.rank, "what": what, "plan": f"{a:,}", "engine": f"{b:,}", "is": off}
+        for name in {**plan, **engine}:
+            a, b = plan.get(name, 0), engine.get(name, 0)
+            if a or b:
+                off = "exact" if a == b else f"{b / a - 1:+.2%}" if a else "not planned"
+                both = {"plan": f"{a:,}", "engine": f"{b:,}", "is": off}
+                yield {"rank": one.rank, "what": f"{title}: {name}", **both}

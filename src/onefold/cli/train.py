@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import os
 import time
-import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -90,23 +89,14 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
 
 
 def _parameter(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:
-    """Make the option of a field of `TrainConfig` that is not one of the recipe's options."""
-    kinds = [kind for kind in _alternatives(field.annotation) if kind is not types.NoneType]
-    kind = kinds[0] if len(kinds) == 1 else str
-    if kind not in (bool, int, float) and typing.get_origin(kind) is not Literal:
+    """Make the option of a field of `TrainConfig` that is not one of the recipe's options. Numbers are
+    read by `TrainConfig`, in the same words as those of a file.
+    """
+    kind: Any = field.annotation
+    if kind is not bool and typing.get_origin(kind) is not Literal:
         kind = str
     text = " ".join((field.description or "").split())
-    taken_back = key not in ("json", "overwrite")
-    return parameter(key, kind, text, panel, field.default, taken_back)
-
-
-def _alternatives(kind: Any) -> list[Any]:
-    """Return the members of a union, without `Annotated`."""
-    if typing.get_origin(kind) is Annotated:
-        return _alternatives(typing.get_args(kind)[0])
-    if typing.get_origin(kind) in (types.UnionType, typing.Union):
-        return [one for member in typing.get_args(kind) for one in _alternatives(member)]
-    return [kind]
+    return parameter(key, kind, text, panel, field.default, key not in ("json", "overwrite"))
 
 
 def _parameters() -> list[inspect.Parameter]:

@@ -35,9 +35,9 @@ Row = tuple[str, Any, bool]
 #: Endings of the text files that are read in a folder.
 TEXT_ENDINGS = frozenset({".txt", ".md", ".rst", ".py", ".tex", ".html", ".csv", ".log", ".text"})
 LINES, TABLES = (".jsonl", ".ndjson"), (".parquet", ".arrow")
-#: Bytes up to which a text file is one document; larger ones are read in pieces of about so many bytes.
+#: Bytes up to which a text file is read at once; larger ones in pieces of about so many characters.
 SMALL, PIECE = 16 << 20, 1 << 20
-#: Rows of a table, and bytes of a text file, that are looked at before a run.
+#: Rows of a table, and characters of a text file, that are looked at before a run.
 _ROWS, _LOOK = 1024, 1 << 16
 #: A file is refused if more than this fraction of its first characters is not valid UTF-8.
 _NO_TEXT = 0.1
@@ -73,31 +73,19 @@ def parts_of(data: str) -> list[Part]:
     return found
 
 
-def check_data(data: str, seq: int, field: str | None = None, seconds: float = 1.0) -> None:
-    """Raise TrainError if `--data` is missing, unreadable or too little for one sequence. Reads for
-    at most about `seconds`, and nothing of the hub, so it may miss errors further on.
+def check_data(data: str, field: str | None = None, seconds: float = 1.0) -> None:
+    """Raise TrainError if `--data` is missing or unreadable. Reads for at most about `seconds`, and
+    nothing of the hub, so it may miss errors further on.
     """
     kinds: dict[str, str] = {}
     end = time.monotonic() + seconds
     for part in parts_of(data):
-        if _hub(part.name) is not None:
-            continue
-        most, whole = 0, False
-        for kind, row, _ in rows_of(part.name, field, only_look=True):
+        for kind, _, _ in (
+            rows_of(part.name, field, only_look=True) if _hub(part.name) is None else ()
+        ):
             kinds[kind] = part.name
-            # No tokenizer makes more tokens than bytes, plus two special tokens
-            most += bool(row) * (len(row.encode()) + 2 if kind == "text" else 1)
             if time.monotonic() > end:
                 break
-        else:
-            whole = True
-        if whole and not most:
-            raise TrainError(f"--data {part.name}: there is nothing in it, expected text.")
-        if whole and "messages" not in kinds and most < min(seq, _LOOK):
-            raise TrainError(
-                f"--data {part.name} has at most {most} tokens, less than one sequence of --seq"
-                f" {seq}: more text or a shorter --seq."
-            )
     refuse_two_kinds(data, kinds)
 
 
@@ -190,29 +178,24 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def _text(path: Path, only_look: bool) -> Iterator[Row]:
-    """Yield a text file as one document. A large file is yielded in pieces of whole lines."""
-    with path.open("rb") as file:
-        rest = file.read(_LOOK)
-        looked = rest.decode("utf-8", errors="replace")
-        if b"\0" in rest or looked.count("\ufffd") > _NO_TEXT * len(looked):
+    """Yield a text file as one document: a large one in pieces of whole lines, if lines are not longer
+    than 8 pieces.
+    """
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        piece = file.read(_LOOK)
+        if "\0" in piece or piece.count("\ufffd") > _NO_TEXT * len(piece):
             raise TrainError(
                 f"--data {path} is no text in UTF-8. Convert it (iconv -t UTF-8); JSON lines belong in"
                 " a file that ends in .jsonl."
             )
-        if not only_look and path.stat().st_size <= SMALL:
-            rest += file.read()
-        while not only_look and (more := file.read(PIECE)):
-            rest += more
-            cut = rest.rfind(b"\n") + 1
-            if not cut and len(rest) > 8 * PIECE:  # a very long line: cut between two characters
-                cut = len(rest)
-                while cut and rest[cut - 1] & 0xC0 == 0x80:
-                    cut -= 1
-                cut -= bool(cut)
-            if cut:
-                yield "text", rest[:cut].decode("utf-8", errors="replace"), False
-                rest = rest[cut:]
-        yield "text", rest.decode("utf-8", errors="replace"), True
+        if path.stat().st_size <= SMALL:
+            piece += file.read()
+        elif not only_look:
+            piece += file.readline(8 * PIECE)
+            while more := file.read(PIECE) + file.readline(8 * PIECE):
+                yield "text", piece, False
+                piece = more
+        yield "text", piece, True
 
 
 def _json_lines(path: Path, field: str | None) -> Iterator[tuple[str, Any]]:
@@ -240,20 +223,11 @@ def _json_lines(path: Path, field: str | None) -> Iterator[tuple[str, Any]]:
 def _json(where: str, raw: bytes) -> Any:
     try:
         row = parse_json(raw.decode("utf-8"))
-        if b"\\ud" in raw.lower():
+        if b"\\ud" in raw.lower():  # half of a character is no text
             json.dumps(row, ensure_ascii=False).encode("utf-8")
         return row
-    except UnicodeDecodeError as error:
-        raise TrainError(
-            f"{where} byte {error.start} is no UTF-8. Expected JSON in UTF-8, a line each."
-        ) from None
-    except UnicodeEncodeError as error:
-        half = ascii(error.object[error.start])
-        raise TrainError(
-            f"{where} {half} alone is half of a character; write both halves, or remove it."
-        ) from None
-    except json.JSONDecodeError as error:
-        raise TrainError(f"{where} not JSON ({error.msg}).") from None
+    except (UnicodeError, json.JSONDecodeError) as error:
+        raise TrainError(f"{where} not JSON in UTF-8 ({error}).") from None
 
 
 def _table(name: str, field: str | None, *what: Any, **how: Any) -> Iterator[Row]:

@@ -9,7 +9,7 @@ import hashlib
 import importlib.util
 import json
 import os
-import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -155,21 +155,17 @@ def _of_gguf(file: Path) -> Any:
 
     state = file.stat()
     of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"
-    key = hashlib.sha256(of.encode()).hexdigest()[:16]
-    kept = default_path().parent / "tokenizers" / key
+    kept = default_path().parent / "tokenizers" / hashlib.sha256(of.encode()).hexdigest()[:16]
     if kept.is_dir():
-        with contextlib.suppress(OSError, ValueError):
-            return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
-        shutil.rmtree(kept, ignore_errors=True)  # damaged: make room for a new one
+        return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
     words = AutoTokenizer.from_pretrained(
         str(file.parent), gguf_file=file.name, local_files_only=True
     )
-    made = kept.with_name(f"{key}-{os.getpid()}")
-    try:
-        words.save_pretrained(made)
-        os.rename(made, kept)
-    except OSError:  # the folder is not writable, or another rank was first
-        shutil.rmtree(made, ignore_errors=True)
+    with contextlib.suppress(OSError):  # the folder is not writable, or another rank was first
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=kept.parent) as aside:
+            words.save_pretrained(f"{aside}/whole")
+            os.rename(f"{aside}/whole", kept)
     return words
 
 

@@ -3,8 +3,8 @@
 | command       | question                               | files, in the order to read them                          |
 |---------------|----------------------------------------|-----------------------------------------------------------|
 | doctor        | What does this machine have?           | `facts`                                                   |
-| --check       | Does Onefold compute correctly on it?  | `checks`; then `model`, `numbers`, `steps`, `lost_peer`   |
-| --calibrate   | How fast is it?                        | `calibrate`, `measure`, `disk`                            |
+| --check       | Does Onefold compute correctly on it?  | `checks`; then `model`, `numbers`, `steps`                |
+| --calibrate   | How fast is it?                        | `calibrate`, `measure`                                    |
 
 `ranks` starts and ends the processes of all of them. What --calibrate measured is kept by `machine`.
 """

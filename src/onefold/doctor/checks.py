@@ -23,15 +23,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
+from onefold.doctor import numbers, steps
+from onefold.doctor.model import Here, LeftOut
 from onefold.doctor.ranks import launch
 from onefold.processes.signals import end_with_parent, quiet_third_parties
-
-if TYPE_CHECKING:
-    import torch
 
 OK, WRONG, LEFT_OUT = "ok", "wrong", "left out"
 #: The rows that ranks have written, in their folder.
@@ -45,10 +43,6 @@ STARTING = (
 )
 
 
-class LeftOut(Exception):
-    """A check cannot run here; the text says why."""
-
-
 @dataclass(frozen=True)
 class Check:
     """A row of the table.
@@ -56,97 +50,60 @@ class Check:
     Attributes:
         name: in the first column.
         ranks: the fewest ranks on which it makes sense.
-        run: "module:function" in this room, imported by the ranks.
+        run: the function.
         advice: what to do if it finds an error.
         limit: seconds after which a rank is ended.
     """
 
     name: str
     ranks: int
-    run: str
+    run: Callable[[Here], str]
     advice: str
     limit: float = 60.0
-
-    @property
-    def function(self) -> Callable[[Here], str]:
-        """The function, which is imported now."""
-        module, _, name = self.run.partition(":")
-        found = getattr(importlib.import_module(f"onefold.doctor.{module}"), name)
-        return cast(Callable[[Here], str], found)
 
 
 ATTACH = "Attach the JSON to an issue."
 CHECKS: tuple[Check, ...] = (
     Check(
-        "collectives", 2, "numbers:collectives",
+        "collectives", 2, numbers.collectives,
         "torch.distributed itself moves wrong bytes here; Onefold has no part in it. Try NCCL_P2P_DISABLE=1 (then look for PCIe ACS or the "
         "IOMMU in the firmware), NCCL_SHM_DISABLE=1, another NCCL or driver; run dcgmi diag.",
     ),
-    Check("stages", 2, "steps:stages", f"The stages, or Onefold and DDP, train differently here: an error in Onefold. {ATTACH}", 120.0),
+    Check("stages", 2, steps.stages, f"The stages, or Onefold and DDP, train differently here: an error in Onefold. {ATTACH}", 120.0),
     Check(
-        "two levels", 2, "steps:two_levels",
+        "two levels", 2, steps.two_levels,
         f"Recipes over groups sum differently or send other bytes than the formula says: an error in Onefold. {ATTACH}",
     ),
     Check(
-        "offload", 1, "steps:offload",
+        "offload", 1, steps.offload,
         f"State that is stored on the host does not train as on the device: leave offload out. {ATTACH}",
     ),
     Check(
-        "save and reload", 1, "steps:save_and_reload",
+        "save and reload", 1, steps.save_and_reload,
         f"A checkpoint does not hold what was saved: use onefold.save instead of save_async until it does. {ATTACH}",
     ),
     Check(
-        "memory at rest", 1, "steps:memory_at_rest",
+        "memory at rest", 1, steps.memory_at_rest,
         f"Between steps more or less is held than the plan says, so that a plan cannot be trusted here. {ATTACH}",
     ),
     Check(
-        "no synchronization", 1, "steps:no_synchronization",
+        "no synchronization", 1, steps.no_synchronization,
         f"A step makes the host wait for the device, which costs speed and no correctness. {ATTACH}",
     ),
     Check(
-        "overlap", 2, "steps:overlap",
+        "overlap", 2, steps.overlap,
         "Communication does not hide behind computing, which costs speed and no correctness. Leave CUDA_LAUNCH_BLOCKING and "
         f"CUDA_DEVICE_MAX_CONNECTIONS=1 out. {ATTACH}",
     ),
     Check(
-        "lost peer", 2, "lost_peer:lost_peer",
+        "lost peer", 2, steps.lost_peer,
         f"Ranks do not notice when another has gone, so a run hangs until its launcher ends it. {ATTACH}", 90.0,
     ),
     Check(
-        "compiled blocks", 1, "steps:compiled_blocks",
+        "compiled blocks", 1, steps.compiled_blocks,
         f"Blocks that inductor compiles train differently: leave torch.compile out. {ATTACH}", 120.0,
     ),
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Here:
-    """Where a check runs.
-
-    Attributes:
-        device: of this rank, with its index. backend: moves its tensors between ranks, "gloo" or
-            "nccl".
-        per_node: ranks of a node, by the launcher. folder: a temporary folder that all ranks of
-            this node see.
-        control: the group over which ranks tell each other outcomes; no check uses it.
-    """
-
-    rank: int
-    world: int
-    device: torch.device
-    backend: str
-    per_node: int
-    folder: str
-    control: Any = None
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Collective, over gloo."""
-        out: list[Any] = [value] * self.world
-        if self.world > 1:
-            import torch.distributed as dist
-
-            dist.all_gather_object(out, value, group=self.control)
-        return out
 
 
 @dataclass(frozen=True)
@@ -171,7 +128,7 @@ def run_checks(here: Here, checks: Sequence[Check], put: Callable[[Outcome], obj
         try:
             if check.ranks > here.world:
                 raise LeftOut(f"one rank sends nothing; give it {check.ranks}")
-            status, said = OK, check.function(here)
+            status, said = OK, check.run(here)
         except LeftOut as why:
             status, said = LEFT_OUT, str(why)
         except Exception as error:
@@ -208,6 +165,18 @@ def begin(folder: str, device: str, backend: str) -> Here:
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
     where = ranks.device, ranks.backend, ranks.local_world_size
     return Here(ranks.rank, ranks.world_size, *where, folder, control)
+
+
+def check_launched(device: str, gpus: int) -> Sequence[Outcome]:
+    """Run the checks as a rank that a launcher has started. Rank 0 gets the outcomes."""
+    shared = device != "cuda" or int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus
+    rows = list[Outcome]()
+    # In the working folder, which several nodes usually share
+    with tempfile.TemporaryDirectory(prefix=".onefold-check-", dir=".") as own:
+        here = begin(own, device, "gloo" if shared else "nccl")
+        run_checks(replace(here, folder=here.gather(os.path.abspath(own))[0]), CHECKS, rows.append)
+        here.gather(None)
+    return rows
 
 
 def main(folder: str, device: str, backend: str, *names: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 import shutil
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,18 @@ def facts(device: str, ranks: int, why: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    use_cuda = device != "cpu" and gpus > 0
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        free, total = torch.cuda.mem_get_info(index)
+        about = torch.cuda.get_device_properties(index)
+        sort = {"name": about.name, "capability": f"{about.major}.{about.minor}"}
+        gpus.append({**sort, "total": total, "free": free})
+    use_cuda = device != "cpu" and bool(gpus)
     known = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
     return {
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
-        "packages": {name: found for name in PACKAGES if (found := _version(name))},
+        "packages": {d.name: d.version for d in distributions() if d.name in PACKAGES},
         "cpu": {
             "name": cpu_name(),
             "physical_cores": physical_cores(),
@@ -40,33 +45,13 @@ def facts(device: str, ranks: int, why: str) -> dict[str, Any]:
         },
         "memory": {"total": total_host_memory(), "free": free_host_memory()},
         "cuda": torch.version.cuda,
-        "gpus": [_gpu(i) for i in range(gpus)],
+        "gpus": gpus,
         "backends": [b for b in known if getattr(dist, f"is_{b}_available", lambda: False)()],
         "backend": "nccl" if use_cuda else "gloo",
         "device": "cuda" if use_cuda else "cpu",
         "ranks": ranks,
         "ranks_why": why,
         "disks": _disks(),
-    }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _gpu(index: int) -> dict[str, Any]:
-    import torch
-
-    free, total = torch.cuda.mem_get_info(index)
-    major, minor = torch.cuda.get_device_capability(index)
-    return {
-        "name": torch.cuda.get_device_name(index),
-        "total": total,
-        "free": free,
-        "capability": f"{major}.{minor}",
     }
 
 

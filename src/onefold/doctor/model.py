@@ -1,4 +1,4 @@
-"""The small model of the checks, and its training.
+"""What checks share: where they run, and the small model that they train.
 
 Its sizes do not divide by the number of ranks. Intervals of ranks therefore cut through parameters,
 and every flat buffer has padding.
@@ -7,18 +7,17 @@ and every flat buffer has padding.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
-from onefold.doctor.checks import Here
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 
 VOCABULARY, WIDTH, BLOCKS = 97, 44, 4
@@ -27,34 +26,41 @@ STEPS, MICRO_BATCHES, CLIP = 3, 2, 0.5
 #: Relative differences that another order of sums may cause: (of losses and norms, of the change in
 #: weights).
 ROUNDING = {"fp32": (1e-5, 1e-3), "bf16": (1e-2, 0.1)}
+#: The losses of this rank's micro-batches and the norms of steps; and on rank 0, the whole weights.
+Trained = dict[str, torch.Tensor]
+NUMBERS = "losses or norms"
 
 
-class Block(nn.Module):
-    """[..., width] → [..., width]: a norm and two layers with a residual connection."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm, hidden = nn.LayerNorm(width), 2 * width + 2
-        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+class LeftOut(Exception):
+    """A check cannot run here; the text says why."""
 
 
-class Small(nn.Module):
-    """Token ids [batch, tokens] → the mean cross-entropy of predicting each from itself."""
+@dataclass(frozen=True)
+class Here:
+    """Where a check runs.
 
-    def __init__(self, width: int, blocks: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
+    Attributes:
+        device: of this rank, with its index. backend: moves its tensors between ranks, "gloo" or
+            "nccl".
+        per_node: ranks of a node, by the launcher. folder: a temporary folder that all ranks of
+            this node see.
+        control: the group over which ranks tell each other outcomes; no check uses it.
+    """
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(x).float().flatten(0, 1), ids.flatten())
+    rank: int
+    world: int
+    device: torch.device
+    backend: str
+    per_node: int
+    folder: str
+    control: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's value, in rank order. Collective, over gloo."""
+        out: list[Any] = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(out, value, group=self.control)
+        return out
 
 
 class Cast(nn.Module):
@@ -69,11 +75,23 @@ class Cast(nn.Module):
         return functional_call(self.model, cast, (ids,))
 
 
-def small(here: Here, width: int = WIDTH, blocks: int = BLOCKS) -> Small:
-    """Make the model with the same weights on every rank and in every call."""
+def small(here: Here, width: int = WIDTH, blocks: int = BLOCKS) -> nn.Sequential:
+    """Make the model, from token ids to logits, with the same weights on every rank and in every call."""
+    hidden = 2 * width + 2
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1234)
-        return Small(width, blocks).to(here.device)
+        each = (
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width))
+            for _ in range(blocks)
+        )  # fmt: skip
+        head = nn.Linear(width, VOCABULARY, bias=False)
+        found = nn.Sequential(nn.Embedding(VOCABULARY, width), nn.Sequential(*each), head)
+    return found.to(here.device)
+
+
+def loss_of(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean cross-entropy of predicting each token from itself."""
+    return F.cross_entropy(model(ids).float().flatten(0, 1), ids.flatten())
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -87,69 +105,45 @@ def one_step(
     optimizer: torch.optim.Optimizer,
     step: int,
     micro_batches: int = MICRO_BATCHES,
-    no_sync: Callable[[Any], contextlib.AbstractContextManager[object]] = onefold.no_sync,
-    clip: Callable[[Any, float], torch.Tensor] = onefold.clip_grad_norm_,
 ) -> list[torch.Tensor]:
     """Run a step on this rank's own samples. Returns the losses and the gradients' norm."""
-    found = []
+    found, ddp = [], isinstance(model, DistributedDataParallel)
     for micro in range(micro_batches):
         draw = torch.Generator().manual_seed((step * 10 + micro) * 4099 + here.rank)
         ids = torch.randint(0, VOCABULARY, (2, 16), generator=draw, device="cpu").to(here.device)
-        with no_sync(model) if micro + 1 < micro_batches else contextlib.nullcontext():
-            loss = model(ids)
+        waits: Any = DistributedDataParallel.no_sync if ddp else onefold.no_sync
+        with waits(model) if micro + 1 < micro_batches else contextlib.nullcontext():
+            loss = loss_of(model, ids)
             (loss / micro_batches).backward()
         found.append(loss.detach())
-    found.append(clip(model, CLIP))
+    if ddp:
+        found.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP))
+    else:
+        found.append(onefold.clip_grad_norm_(model, CLIP))
     optimizer.step()
     optimizer.zero_grad()
     return found
 
 
-@dataclass
-class Trained:
-    """The losses of this rank's micro-batches and the norms of steps; whole weights on rank 0."""
-
-    numbers: list[float] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
 def train(
-    here: Here, recipe: Recipe, micro_batches: int = MICRO_BATCHES, compiled: bool = False
+    here: Here, recipe: Recipe | str, micro_batches: int = MICRO_BATCHES, compiled: bool = False
 ) -> Trained:
-    """Train with Onefold. Collective."""
+    """Train with Onefold by a recipe; or with DistributedDataParallel and fp32 states, in the precision
+    that is named. Collective.
+    """
     plain = small(here)
-    for block in plain.blocks if compiled else ():
+    for block in plain[1].children() if compiled else ():
         block.compile()
-    model = onefold.shard(plain, recipe)
-    optimizer, found = adamw(model), Trained()
+    if isinstance(recipe, str):
+        model: nn.Module = DistributedDataParallel(Cast(plain, COMPUTE_DTYPES[recipe]))
+    else:
+        model = onefold.shard(plain, recipe)
+    optimizer, numbers = adamw(model), list[float]()
     for step in range(STEPS):
-        found.numbers += map(float, one_step(here, model, optimizer, step, micro_batches))
-    found.weights = onefold.full_state_dict(model)
-    return found
-
-
-def train_with_ddp(here: Here, precision: str, micro_batches: int = MICRO_BATCHES) -> Trained:
-    """Train in the same way with DistributedDataParallel and fp32 states. Collective."""
-    model = small(here)
-    ddp = DistributedDataParallel(Cast(model, COMPUTE_DTYPES[precision]))
-    optimizer, found = adamw(model), Trained()
-    for step in range(STEPS):
-        found.numbers += map(
-            float,
-            one_step(
-                here, ddp, optimizer, step, micro_batches, DistributedDataParallel.no_sync,
-                lambda model, norm: nn.utils.clip_grad_norm_(model.parameters(), norm),
-            ),
-        )  # fmt: skip
-    found.weights = {name: p.detach().cpu().clone() for name, p in model.state_dict().items()}
-    return found
-
-
-def assert_same(what: str, a: Trained, b: Trained) -> None:
-    """Raise AssertionError if two trainings differ in any bit."""
-    assert_equal(f"{what}: weights", a.weights, b.weights)
-    numbers = (torch.tensor(t.numbers, dtype=torch.float64) for t in (a, b))
-    assert_equal(f"{what}: losses or norms", *numbers)
+        numbers += map(float, one_step(here, model, optimizer, step, micro_batches))
+    weights = plain.state_dict() if isinstance(recipe, str) else onefold.full_state_dict(model)
+    found = {name: p.detach().cpu().clone() for name, p in weights.items()}
+    return {NUMBERS: torch.tensor(numbers, dtype=torch.float64), **found}
 
 
 def assert_equal(what: str, found: Any, expected: Any) -> None:
@@ -162,15 +156,17 @@ def assert_equal(what: str, found: Any, expected: Any) -> None:
 def assert_near(here: Here, what: str, a: Trained, b: Trained, precision: str) -> None:
     """Raise AssertionError if two trainings differ by more than the rounding of `precision`."""
     numbers, moved = ROUNDING[precision]
-    both = (torch.tensor(t.numbers, dtype=torch.float64) for t in (a, b))
-    said = f"{what}: losses or norms: "
-    torch.testing.assert_close(*both, rtol=numbers, atol=1e-12, msg=lambda text: said + text)
+    said = f"{what}: {NUMBERS}: "
+    torch.testing.assert_close(
+        a[NUMBERS], b[NUMBERS], rtol=numbers, atol=1e-12, msg=lambda text: said + text
+    )
     begin = small(here).state_dict()
+    names = sorted(a.keys() & begin.keys())
 
-    def length(from_: dict[str, torch.Tensor]) -> float:
+    def length(from_: Trained) -> float:
         """The norm of how far the weights of `b` are from there."""
-        off = [(b.weights[name] - from_[name].cpu()).double().flatten() for name in a.weights]
-        return float(torch.cat(off).norm()) if off else 0.0
+        off = [(b[name] - from_[name].cpu()).double().norm() for name in names]
+        return float(torch.stack(off).norm()) if off else 0.0
 
-    off, way = length(a.weights), length(begin)
+    off, way = length(a), length(begin)
     assert off <= moved * way, f"{what}: weights differ by {off / way:.1e} of their change"

@@ -9,8 +9,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from onefold.doctor.checks import Here
-from onefold.doctor.model import assert_equal
+from onefold.doctor.model import Here, assert_equal
 
 #: Numbers that each rank makes on the host, at most: those of all ranks, for every rank.
 MADE = 1 << 25
@@ -42,27 +41,30 @@ def _check_moves(
 ) -> None:
     n, rank = here.world, here.rank
     every = [_values(numel * n, r, dtype) for r in range(n)]  # rank r's values, a part per rank
-    mine = every[rank].to(device)
-    own = [part[numel * rank : numel * (rank + 1)] for part in every]
+    mine, part = every[rank].to(device), slice(numel * rank, numel * (rank + 1))
+    first, own = [values[:numel] for values in every], [values[part] for values in every]
     of = f"of {numel:,} {str(dtype).removeprefix('torch.')} on {backend} brings wrong numbers"
 
-    whole = torch.empty(n * numel, dtype=dtype, device=device)
-    dist.all_gather_single(whole, mine[:numel].contiguous())
-    assert_equal(f"all-gather {of}", whole.cpu(), torch.cat([part[:numel] for part in every]))
+    def room(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
 
-    received = torch.empty_like(mine)
+    whole = room(n * numel)
+    dist.all_gather_single(whole, mine[:numel].contiguous())
+    assert_equal(f"all-gather {of}", whole.cpu(), torch.cat(first))
+
+    received = room(n * numel)
     dist.all_to_all_single(received, mine)
     assert_equal(f"all-to-all {of}", received.cpu(), torch.cat(own))
 
     if device.type == "cpu":  # gloo ends the process that sends from a GPU; the engine does not
-        after, before = torch.empty(numel, dtype=dtype, device=device), (rank - 1) % n
-        works = [dist.irecv(after, before), dist.isend(mine[:numel].contiguous(), (rank + 1) % n)]
+        after, before = room(numel), (rank - 1) % n
+        moves = [(dist.irecv, after, before), (dist.isend, mine[:numel], (rank + 1) % n)]
+        works = dist.batch_isend_irecv([dist.P2POp(op, tensor, peer) for op, tensor, peer in moves])
         for work in works:
-            if work is not None:
-                work.wait()
-        assert_equal(f"send and receive {of}", after, every[before][:numel])
+            work.wait()
+        assert_equal(f"send and receive {of}", after, first[before])
 
-    sums = torch.empty(numel, dtype=dtype, device=device)
+    sums = room(numel)
     dist.reduce_scatter_single(sums, mine.clone())
     _assert_sum(f"reduce-scatter {of}", sums, own)
 

@@ -1,35 +1,41 @@
 """The checks that train a small model: stages against each other and against DDP, groups, offloaded
-state, checkpoints, bytes at rest, no waiting, overlap.
+state, checkpoints, bytes at rest, no waiting, overlap, a rank that is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import shutil
+import signal
 from collections import Counter
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import onefold
 from onefold.device import has_streams, memory_figures, synchronize
-from onefold.doctor.checks import Here, LeftOut
 from onefold.doctor.model import (
     ROUNDING,
     VOCABULARY,
+    Here,
+    LeftOut,
     adamw,
     assert_equal,
     assert_near,
-    assert_same,
+    loss_of,
     one_step,
     small,
     train,
-    train_with_ddp,
 )
 from onefold.memory import GATHERED
 from onefold.observe.trace import record
+from onefold.processes.signals import end_with_parent
 from onefold.recipe import Recipe
 from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.sharding import engine_of
@@ -51,13 +57,13 @@ def stages(here: Here) -> str:
         asked: dict[str, Any] = {"precision": precision, "reduce": "ordered"}
         whole = train(here, Recipe.zero(0, reduce_at="boundary", **asked))
         again = train(here, Recipe.zero(0, reduce_at="boundary", **asked))
-        assert_same(f"{precision}: stage 0 and itself (this device's own kernels)", again, whole)
+        assert_equal(f"{precision}: stage 0 and itself (this device's own kernels)", again, whole)
         for stage in (1, 2, 3):
             found = train(here, Recipe.zero(stage, reduce_at="boundary", **asked))
-            assert_same(f"{precision}: stage {stage} and stage 0", found, whole)
+            assert_equal(f"{precision}: stage {stage} and stage 0", found, whole)
         often = [train(here, Recipe.zero(stage, **asked)) for stage in (2, 3)]
-        assert_same(f"{precision}: stage 3 and stage 2, reduced every micro-batch", *often)
-        ddp = train_with_ddp(here, precision)
+        assert_equal(f"{precision}: stage 3 and stage 2, reduced every micro-batch", *often)
+        ddp = train(here, precision)
         assert_near(here, f"{precision}: stage 0 and DDP", whole, ddp, precision)
         assert_near(here, f"{precision}: stage 2 and DDP", often[0], ddp, precision)
         if here.backend == "nccl":
@@ -81,8 +87,8 @@ def two_levels(here: Here) -> str:
         "a second copy (hpZ)": Recipe.zero(3, group=inner, second_copy=True),
         "HSDP": Recipe.zero(3, shard_group=inner),
     }.items():
-        assert_same(f"in groups of {inner}, {name} and stage 3", train(here, recipe, 1), first)
-    assert_near(here, f"groups of {inner} and DDP", first, train_with_ddp(here, "fp32", 1), "fp32")
+        assert_equal(f"in groups of {inner}, {name} and stage 3", train(here, recipe, 1), first)
+    assert_near(here, f"groups of {inner} and DDP", first, train(here, "fp32", 1), "fp32")
     sent = {}
     for size in (inner, here.world):
         model = onefold.shard(small(here), Recipe.zero(3, group=size))
@@ -101,14 +107,14 @@ def offload(here: Here) -> str:
         asked: dict[str, Any] = {"precision": precision}
         plain = train(here, Recipe.zero(3, **asked))
         kept = train(here, Recipe.zero(3, offload_activations="cpu", **asked))
-        assert_same(f"{precision}: activations on the host and on the device", kept, plain)
+        assert_equal(f"{precision}: activations on the host and on the device", kept, plain)
         first = train(here, Recipe.zero(2, offload_optimizer="cpu", **asked))
         for more in ({}, {"offload_param": "cpu"}):
             found = train(here, Recipe.zero(3, offload_optimizer="cpu", **more, **asked))
-            assert_same(f"{precision}: optimizer on the host, {more} and stage 2", found, first)
+            assert_equal(f"{precision}: optimizer on the host, {more} and stage 2", found, first)
         what = f"{precision}: optimizer on the host and on the device"
         if here.device.type == "cpu":
-            assert_same(what, first, plain)
+            assert_equal(what, first, plain)
         else:
             assert_near(here, what, first, plain, precision)
     return "optimizer, parameters and activations on the host train as on the device"
@@ -231,7 +237,7 @@ def no_synchronization(here: Here) -> str:
 def _step_of(here: Here, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     """Run a step whose ids come from the device, without reading its loss."""
     shape = (8, 512) if has_streams(here.device) else (2, 16)
-    model(torch.full(shape, number % VOCABULARY, device=here.device)).backward()
+    loss_of(model, torch.full(shape, number % VOCABULARY, device=here.device)).backward()
     onefold.clip_grad_norm_(model, 1.0)
     optimizer.step()
     optimizer.zero_grad()
@@ -277,3 +283,41 @@ def overlap(here: Here) -> str:
         f"{hidden:.0%} of the waits are hidden behind computing: under {LEAST:.0%}"
     )
     return f"{ahead}; {hidden:.0%} of the waits for other ranks are hidden behind computing"
+
+
+#: The recipe's `stall_timeout` in `lost_peer`, and the step before which the last rank is killed.
+PATIENCE, AT = 5.0, 3
+
+
+def lost_peer(here: Here) -> str:
+    """Kill the last of as many ranks in a training, and see that every other one ends in a StallError.
+    Ranks that lose one of them are of no further use, so each rank of the check starts a process for it.
+    """
+    if here.per_node < here.world:
+        raise LeftOut("this needs all ranks on one node")
+    there = replace(here, control=None)
+    child = get_context("spawn").Process(target=_train_until_lost, args=(there,), daemon=True)
+    child.start()
+    child.join(60.0)
+    expected = -signal.SIGKILL if here.rank == here.world - 1 else 0
+    said = f"it should have ended with status {expected}, not {child.exitcode}"
+    assert child.exitcode == expected, said
+    return "the last rank was killed, and the others ended in a StallError"
+
+
+def _train_until_lost(here: Here) -> None:
+    """Train until this rank is told, or is the one that is killed."""
+    end_with_parent()
+    if here.device.type == "cuda":
+        torch.cuda.set_device(here.device)
+    store = dist.FileStore(str(Path(here.folder, "lost peer")), here.world)
+    dist.init_process_group(here.backend, store=store, rank=here.rank, world_size=here.world)
+    model = onefold.shard(small(here), Recipe.zero(3, stall_timeout=PATIENCE))
+    optimizer = adamw(model)
+    with contextlib.suppress(onefold.StallError):
+        for step in range(1000):
+            if step == AT and here.rank == here.world - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            one_step(here, model, optimizer, step)
+        os._exit(1)  # a thousand steps went on without the rank that was killed
+    os._exit(0)  # without waiting for the one that is gone

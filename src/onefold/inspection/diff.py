@@ -8,8 +8,6 @@ Tensors of different dtypes are compared by value.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,19 +17,20 @@ import numpy as np
 import torch
 
 from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.per_rank import random_of
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.checkpoint.tensorfile import bytes_of, numel_of
-from onefold.checkpoint.values import decode, encode
+from onefold.checkpoint.values import decode
 
 #: Elements compared at a time.
 BLOCK = 1 << 20
 #: The parts that can be compared, and the kinds of tensors in each. "rest": step, scheduler,
 #: scaler, position in the data, extra.
 KINDS_OF: dict[str, tuple[str, ...]] = {
-    "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra",), "random": (),
+    "weights": ("parameter", "buffer"), "optimizer": ("state",), "rest": ("extra",), "random": ("rng",),
 }  # fmt: skip
 PARTS = tuple(KINDS_OF)
+#: The parts that only Onefold's checkpoints say.
+OWN = ("rest", "random")
 REST = ("step", "scheduler", "scaler", "data", "extra", "extra_state")
 
 Advance = Callable[[int], object]
@@ -82,79 +81,75 @@ def differences(
     """Return every difference between two sources in the given `parts`.
 
     Args:
-        atol, rtol: a and b are equal if |a - b| <= atol + rtol · max(|a|, |b|). With both 0, their bits must
-            be equal.
+        atol, rtol: elements of tensors are equal if |a - b| <= atol + rtol · |b|. With both 0, their bits
+            must be equal.
         wanted: returns, for the name of a parameter, whether to compare its tensors and scalars.
         advance: called with the number of elements compared since its last call.
 
     Raises:
         CheckpointError: one of the sources cannot be read, or is damaged.
     """
+    if not (isinstance(first, FolderSource) and isinstance(second, FolderSource)):
+        skipped = [part for part in parts if part in OWN]
+        parts = [part for part in parts if part not in OWN]
+    else:
+        skipped = []
     kinds = {kind: part for part in parts for kind in KINDS_OF[part]}
-    found = Difference(compared=dict.fromkeys(parts, 0))
-    for item, a, b in paired(first, second, lambda item: item.kind in kinds and wanted(item.name)):
-        one = first.stored(a) if a else None
-        other = second.stored(b) if b else None
+    found = Difference(compared=dict.fromkeys(parts, 0), skipped=skipped)
+    named = [
+        _by_name(
+            source, lambda item: item.kind in kinds and (item.kind == "rng" or wanted(item.name))
+        )
+        for source in (first, second)
+    ]
+    for a, b in _paired(*named):
+        one, other = (first.stored(a) if a else None), (second.stored(b) if b else None)
+        item = a or b
+        assert item is not None
         row = {**asdict(item), "what": "", "first": _shown(one), "second": _shown(other)}
         if a is None or b is None or one is None or other is None:
             row["what"] = f"only in the {'first' if a else 'second'}"
-        elif one.shape != other.shape:
-            row["what"] = "shape"
         else:
-            looked = _tensors(first, second, a, b, atol, rtol, advance)
-            if looked["differing"]:
+            found.compared[kinds[item.kind]] += 1
+            if one.shape != other.shape:
+                row["what"] = "shape"
+            elif (looked := _tensors(first, second, a, b, atol, rtol, advance))["differing"]:
                 row |= {"what": "values", **looked}
             elif one.dtype != other.dtype and atol == rtol == 0:
                 row["what"] = "dtype"
-        if a and b:
-            found.compared[kinds[item.kind]] += 1
         if row["what"]:
             found.tensors.append(row)
-    if "optimizer" in parts:
-        items = [*first.items(), *second.items()]
-        names = dict.fromkeys(i.name for i in items if i.kind == "parameter" and wanted(i.name))
-        found.values += _values(
-            "optimizer", _optimizer(first, names), _optimizer(second, names), atol, rtol
+    names = {item.name for items in named for item in items.values() if item.kind == "parameter"}
+    for part, of in {"optimizer": lambda s: _optimizer(s, sorted(names)), "rest": _rest}.items():
+        one_side, other_side = (
+            dict(_flat(of(s))) if part in parts else {} for s in (first, second)
         )
-    if isinstance(first, FolderSource) and isinstance(second, FolderSource):
-        if "rest" in parts:
-            found.values += _values("rest", _rest(first), _rest(second), atol, rtol)
-        if "random" in parts:
-            found.values += _values("random", _random(first), _random(second))
-    else:
-        found.skipped = [part for part in parts if part in ("rest", "random")]
+        for where in dict.fromkeys((*one_side, *other_side)):
+            x, y = one_side.get(where, "absent"), other_side.get(where, "absent")
+            if x != y and repr(x) != repr(y):  # a NaN is itself
+                found.values.append({"part": part, "where": where, "first": x, "second": y})
     return found
 
 
-def paired(
-    first: Source, second: Source, wanted: Callable[[Item], bool]
-) -> Iterator[tuple[Item, Item | None, Item | None]]:
-    """Yield (tensor to name in the result, its item in the first source or None, its item in the
-    second or None).
+def _by_name(source: Source, wanted: Callable[[Item], bool]) -> dict[tuple[str, ...], Item]:
+    """Return the tensors by part, name and state. A tied one has several names; a parameter may be a
+    buffer elsewhere.
     """
-    here, there = first.items(), second.items()
-    own, others, met = first.aliases(), second.aliases(), set()
-    for item in here:
-        if wanted(item):
-            match = _in_other(item, there, own, others)
-            met.add(match)
-            yield item, item, match
-    for item in there:
-        if wanted(item) and item not in met:
-            yield item, _in_other(item, here, others, own), item
+    others, found = source.other_names(), dict[tuple[str, ...], Item]()
+    for item in filter(wanted, source.items()):
+        kind = "weight" if item.kind in KINDS_OF["weights"] else item.kind
+        for name in (item.name, *others.get(item.name, ())):
+            found[kind, name, item.state] = item
+    return found
 
 
-def _in_other(
-    item: Item, there: Mapping[Item, Stored], own: Mapping[str, str], others: Mapping[str, str]
-) -> Item | None:
-    """Return `item` in the other source, if it is there. It may have a tied name there, or be a
-    parameter instead of a buffer.
-    """
-    tied = [alias for alias, name in own.items() if name == item.name]
-    names = [item.name, others.get(item.name, ""), *tied]
-    kinds = KINDS_OF["weights"] if item.kind in KINDS_OF["weights"] else ()
-    matches = (Item(kind, name, item.state) for kind in (item.kind, *kinds) for name in names)
-    return next((match for match in matches if match in there), None)
+def _paired(
+    here: Mapping[tuple[str, ...], Item], there: Mapping[tuple[str, ...], Item]
+) -> list[tuple[Item | None, Item | None]]:
+    """Return (item of the first, item of the second); None where one lacks it under all its names."""
+    pairs = dict.fromkeys((here.get(key), there.get(key)) for key in {**here, **there})
+    met = {item for pair in pairs if None not in pair for item in pair}
+    return [pair for pair in pairs if None not in pair or met.isdisjoint(pair)]
 
 
 def _tensors(
@@ -164,28 +159,22 @@ def _tensors(
     seen: Row = {"differing": 0, "largest": -1.0, "at": -1}
     blocks = first.blocks(a, 0, numel, BLOCK), second.blocks(b, 0, numel, BLOCK)
     for (start, x), (_, y) in zip(*blocks, strict=True):
-        differing, largest, at = _compared(x, y, atol, rtol)
-        seen["differing"] += differing
-        if differing and (largest > seen["largest"] or math.isnan(largest)):
-            seen |= {"largest": largest, "at": start + at}
         advance(len(x))
+        if x.dtype == y.dtype and bytes_of(x) == bytes_of(y):
+            continue
+        # Integers above 2^53 are rounded; a complex number counts by its modulus
+        one, other = (t.abs().double() if t.is_complex() else t.double() for t in (x, y))
+        differs = ~torch.isclose(one, other, rtol, atol, equal_nan=True)
+        if atol == rtol == 0 and x.dtype == y.dtype:
+            bits = (t.contiguous().view(torch.uint8).view(-1, x.dtype.itemsize) for t in (x, y))
+            differs = torch.ne(*bits).any(dim=1)
+        gap = (one - other).abs()
+        at = int(torch.where(differs, gap.nan_to_num(math.inf), -1.0).argmax())
+        seen["differing"] += int(differs.sum())
+        largest = float(gap[at])
+        if differs[at] and (largest > seen["largest"] or math.isnan(largest)):
+            seen |= {"largest": largest, "at": start + at}
     return seen
-
-
-def _compared(x: torch.Tensor, y: torch.Tensor, atol: float, rtol: float) -> tuple[int, float, int]:
-    """Return (elements that differ, the greatest |a - b| among them, nan before all, and its index)."""
-    if x.dtype == y.dtype and bytes_of(x) == bytes_of(y):
-        return 0, 0.0, -1
-    # Integers above 2^53 are rounded; a complex number counts by its modulus
-    a, b = (t.abs().double() if t.is_complex() else t.double() for t in (x, y))
-    gap = (a - b).abs()
-    gap[(a == b) | (a.isnan() & b.isnan())] = 0.0
-    differs = ~(gap <= atol + rtol * torch.maximum(a.abs(), b.abs()).nan_to_num())
-    if atol == rtol == 0 and x.dtype == y.dtype:
-        bits = (t.contiguous().view(torch.uint8).view(-1, x.dtype.itemsize) for t in (x, y))
-        differs = torch.ne(*bits).any(dim=1)
-    at = int(torch.where(differs, gap.nan_to_num(math.inf), -1.0).argmax())
-    return int(differs.sum()), float(gap[at]), at
 
 
 def _shown(tensor: Stored | None) -> str:
@@ -211,33 +200,6 @@ def _rest(source: FolderSource) -> dict[str, Any]:
         for key in REST
         if source.state.get(key) is not None
     }
-
-
-def _random(source: FolderSource) -> dict[str, dict[str, str]]:
-    """Return {rank: {generator: digest of its state}}."""
-    return {
-        f"rank {item.name}": {
-            name: hashlib.sha256(json.dumps(encode(state, name)).encode()).hexdigest()[:12]
-            for name, state in random_of(source, int(item.name)).items()
-        }
-        for item in source.records
-        if item.kind == "rng"
-    }
-
-
-def _values(part: str, a: Any, b: Any, atol: float = 0.0, rtol: float = 0.0) -> Iterator[Row]:
-    """Yield the differences between two nested values, each with its place."""
-    one, other = dict(_flat(a)), dict(_flat(b))
-    for where in dict.fromkeys((*one, *other)):
-        x, y = one.get(where, "absent"), other.get(where, "absent")
-        numbers = isinstance(x, int | float) and isinstance(y, int | float)
-        near = (
-            numbers
-            and float in (type(x), type(y))
-            and math.isclose(x, y, rel_tol=rtol, abs_tol=atol)
-        )
-        if not (near or (x == y and (numbers or type(x) is type(y))) or (x != x and y != y)):
-            yield {"part": part, "where": where, "first": x, "second": y}
 
 
 def _flat(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:

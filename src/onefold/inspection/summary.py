@@ -4,7 +4,7 @@ as rows for tables. Tensors are not read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import is_unfinished
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import path_in, read_manifest
-from onefold.checkpoint.source import KINDS, Item, Source, Stored
-from onefold.checkpoint.tensorfile import DTYPES, numel_of
+from onefold.checkpoint.source import KINDS, Source
+from onefold.checkpoint.tensorfile import numel_of
 from onefold.inspection.verify import is_like_a_checkpoint
 from onefold.wording import few
 
@@ -27,17 +27,22 @@ def summarize(source: Source, path: Path) -> dict[str, Any]:
     """Summarize `source`, which was opened from `path`: {title: a value, or rows}.
     Raises: CheckpointError: its values cannot be read.
     """
-    folder, each = source.folder or path, list(_tensors(source))
+    folder, others = source.folder or path, source.other_names()
+    each: list[Row] = []
+    sorts: dict[tuple[str, ...], Row] = {}
+    for item, stored in source.items().items():
+        dtype, numel = str(stored.dtype).removeprefix("torch."), numel_of(stored.shape)
+        size = {"elements": numel, "bytes": numel * stored.dtype.itemsize}
+        tied = {"also called": ", ".join(others.get(item.name, ()))}
+        each.append({**asdict(item), "dtype": dtype, "shape": list(stored.shape), **size, **tied})
+        kind = {"kind": item.kind, "state": item.state, "dtype": dtype}
+        sort = sorts.setdefault(
+            tuple(kind.values()), {**kind, **dict.fromkeys(("tensors", *size), 0)}
+        )
+        for name, count in {"tensors": 1, **size}.items():
+            sort[name] += count
     numels = {row["name"]: row["elements"] for row in each if row["kind"] == "parameter"}
     files = (p for p in sorted(folder.rglob("*")) if p.is_file())
-    sorts: dict[tuple[str, ...], Row] = {}
-    for row in each:
-        key = {name: row[name] for name in ("kind", "state", "dtype")}
-        sort = sorts.setdefault(
-            tuple(key.values()), {**key, "tensors": 0, "elements": 0, "bytes": 0}
-        )
-        for name, n in (("tensors", 1), ("elements", row["elements"]), ("bytes", row["bytes"])):
-            sort[name] += n
     return {
         "path": str(folder),
         "form": source.form,
@@ -52,31 +57,6 @@ def summarize(source: Source, path: Path) -> dict[str, Any]:
             {"name": p.relative_to(folder).as_posix(), "bytes": p.stat().st_size} for p in files
         ],
         "each tensor": each,
-    }
-
-
-def _tensors(source: Source) -> Iterator[Row]:
-    if isinstance(source, FolderSource):
-        for r in source.manifest.records:
-            numel = sum(piece.where.numel for piece in r.pieces)
-            within = few(dict.fromkeys(piece.file for piece in r.pieces), 2)
-            yield _tensor(r.item, Stored(DTYPES[r.dtype], r.shape), numel, r.aliases) | {
-                "in": within
-            }
-    else:
-        names = source.other_names()
-        for item, stored in source.items().items():
-            yield _tensor(item, stored, numel_of(stored.shape), names.get(item.name, ()))
-
-
-def _tensor(item: Item, stored: Stored, numel: int, aliases: Iterable[str]) -> Row:
-    return {
-        **asdict(item),
-        "dtype": str(stored.dtype).removeprefix("torch."),
-        "shape": list(stored.shape),
-        "elements": numel_of(stored.shape),
-        "bytes": numel * stored.dtype.itemsize,
-        "also called": ", ".join(aliases),
     }
 
 
@@ -111,39 +91,37 @@ def _resumes(source: Source) -> Iterator[tuple[str, str]]:
 
 
 def listed(root: Path) -> list[Row]:
-    """List the checkpoints in `root`, newest first; damaged and unfinished ones are last. `wrong`: why one is
-    not complete, judged by names and sizes only.
-    """
+    """List the checkpoints in `root`, newest first; damaged and unfinished ones are last."""
     left = "belongs to a save under way, or a killed one has left it: the next start removes it"
     found: list[Row] = []
-    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+    for folder in root.iterdir() if root.is_dir() else ():
         if is_unfinished(folder):
             found.append({"name": folder.name, "step": None, "wrong": left})
         elif not folder.name.startswith(".") and is_like_a_checkpoint(folder):
             found.append(glance(folder))
-    return sorted(found, key=lambda row: (-1 if row["step"] is None else row["step"], row["name"]))[
-        ::-1
-    ]
+    return sorted(found, key=lambda row: (row["step"] or -1, row["name"]), reverse=True)
 
 
 def glance(folder: Path) -> Row:
-    """Describe a checkpoint by its manifest and by the names and sizes of its files."""
+    """Describe a checkpoint by its manifest and by the names and sizes of its files. `wrong`: why it is
+    not complete, judged by these alone.
+    """
     row: Row = {"name": folder.name, "step": None}
-    wrong = []
     try:
         manifest = read_manifest(folder)
-        row |= {
-            "step": manifest.step,
-            "saved": manifest.created,
-            "ranks": manifest.saved_by.get("world_size"),
-            "bytes": sum(file.nbytes for file in manifest.files.values()),
+        ranks = manifest.saved_by.get("world_size")
+        size = sum(file.nbytes for file in manifest.files.values())
+        row |= {"step": manifest.step, "saved": manifest.created, "ranks": ranks, "bytes": size}
+        sizes = {
+            name: (path.stat().st_size if path.is_file() else 0, recorded.nbytes)
+            for name, recorded in manifest.files.items()
+            for path in [path_in(folder, name)]
         }
-        for name, recorded in manifest.files.items():
-            path = path_in(folder, name)
-            if not path.is_file():
-                wrong.append(f"{name} is missing")
-            elif (size := path.stat().st_size) != recorded.nbytes:
-                wrong.append(f"{name} has {size} bytes and should have {recorded.nbytes}")
+        wrong = [
+            f"{name}: {there} instead of {due} bytes"
+            for name, (there, due) in sizes.items()
+            if there != due
+        ]
     except CheckpointError as error:
-        wrong.append(str(error))
+        wrong = [str(error)]
     return {**row, "wrong": few(wrong, 3, "; ")}

@@ -41,11 +41,15 @@ def write_report(run: str | Path, out: str | Path | None = None) -> Path:
         out: the file to write; None is `report.html` in the folder.
 
     Raises:
-        RunFileError: the folder has nothing to report, or has a file that cannot be read.
-        ModuleNotFoundError: plotly or jinja2 is not installed.
+        RunFileError: the folder has nothing to report, or has a file that cannot be read; plotly or
+            jinja2 is not installed.
     """
-    import jinja2
-    from markupsafe import Markup
+    try:
+        import jinja2
+        import plotly  # type: ignore[import-untyped]  # noqa: F401
+        from markupsafe import Markup
+    except ModuleNotFoundError as error:
+        raise RunFileError(f"{error}: pip install 'onefold[report]'") from None
 
     found: dict[str, Any] = sections(Path(run))
     library = True  # only the first figure brings plotly's own code

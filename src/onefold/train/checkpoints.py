@@ -1,5 +1,5 @@
-"""Resume a run: which checkpoint a start resumes from, and what it takes from the checkpoint.
-keeper.py decides when checkpoints are written.
+"""The checkpoints of a run: which one a start resumes from, what it takes from there, and when the run
+writes some (`Keeper`).
 
     --resume        first start                                    a start after a restart
     none            from the beginning                             newest complete checkpoint of OUTPUT/checkpoints, else the beginning
@@ -15,11 +15,15 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onefold
+from onefold.checkpoint.background import Background, running
+from onefold.checkpoint.checkpointer import Checkpointer
 from onefold.checkpoint.errors import DamagedCheckpoint
 from onefold.checkpoint.folder import OF_RUN, newest_first
 from onefold.checkpoint.folder_source import FolderSource
@@ -27,24 +31,21 @@ from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.values import fits
 from onefold.models.names import weights_digest
-from onefold.recipe.core import NODES
-from onefold.recipe.core import OPTIONS as RECIPE_OPTIONS
+from onefold.processes.signals import Stop
 from onefold.recipe.optimizers import TRAINED
 from onefold.train.config import TrainConfig
 from onefold.wording import TrainError
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
+    from onefold.train.report import Reporter
 
 
 CHECKPOINTS = OF_RUN
-#: The options of groups and codecs.
-OPTIONS = tuple(name for name, option in RECIPE_OPTIONS.items() if option.panel == NODES)
-#: Options that may differ between two starts of a run, although they change its numbers.
-FREE = (
-    "lr", "muon_lr", "schedule", "warmup", "min_lr", "clip", "weight_decay", "optimizer_options", "steps", "precision",
-    "micro_batch", "tp", "ep", *OPTIONS,
-)  # fmt: skip
+#: Options that a start may change without a word, or that `Point.order` has.
+APART = {
+    "output", "overwrite", "resume", "json_lines", "nproc", "device", "grace", "max_restarts", "global_batch", "stage", "epochs",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,6 @@ class Point:
 def restarts() -> int:
     """Return how often torchrun has restarted this run's ranks."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def made_since(config: TrainConfig, when: float) -> bool:
-    """Whether the output folder has a checkpoint made after `when` (seconds since the epoch).
-    If so, this is not the run's first start. torchrun's count of restarts does not tell that: it
-    leaves out restarts because a machine joined.
-    """
-    if config.output is None:
-        return False
-    found = newest_first(Path(config.output) / CHECKPOINTS)
-    return bool(found) and (found[0] / MANIFEST).stat().st_mtime >= when
 
 
 def find(config: TrainConfig, restarted: bool) -> Point | None:
@@ -178,7 +168,7 @@ def kept_beside(run: Run, skipped: int) -> dict[str, Any]:
         "steps": run.steps,
         "base": base_of(run),
         "optimizer": run.config.optimizer,
-        "options": {name: getattr(run.config, name) for name in FREE},
+        "options": run.config.model_dump(mode="json", exclude=APART),
     }
 
 
@@ -229,10 +219,7 @@ def differences(run: Run, point: Point) -> list[str]:
             f"it was saved by {ranks} ranks at stage {stage}, and goes on with"
             f" {run.ranks.world_size} at stage {run.choice.stage}"
         )
-    # A checkpoint from before OPTIONS were saved had none of them
-    before = {name: TrainConfig.model_fields[name].default for name in OPTIONS}
-    before |= point.extra.get("options", {})
-    now = kept_beside(run, 0)["options"]
+    before, now = point.extra.get("options", {}), kept_beside(run, 0)["options"]
     others = changed((name, before[name], now[name]) for name in now if name in before)
     if others:
         said.append(f"options that have changed since: {others}")
@@ -255,3 +242,86 @@ def changed(options: Iterable[tuple[str, Any, Any]]) -> str:
         for name, old, new in options
         if shown(old) != shown(new)
     )
+
+
+class Keeper:
+    """Writes the checkpoints of a run.
+
+    Attributes:
+        saved: the step of the last checkpoint, None before the first. path: its folder.
+    """
+
+    def __init__(self, run: Run, folder: Path, say: Reporter) -> None:
+        self.run, self.root, self.say = run, folder / CHECKPOINTS, say
+        self.saved: int | None = run.start or None
+        self.path: Path | None = None
+        self._checkpointer: Checkpointer | None = None
+        self._saving: Background | None = None
+        if run.config.save_every or run.config.resume != "none":
+            self._open()
+
+    def after(self, step: int, stopping: Stop, over: bool, skipped: int) -> None:
+        """Save if a checkpoint is due after `step` steps, `skipped` of them skipped. Collective.
+        Raises CheckpointError if this save failed, or one that was under way.
+        """
+        self.look()
+        if self.saves(step, stopping, over):
+            self._save(step, skipped)
+        if stopping or over:
+            self.wait()
+
+    def saves(self, step: int, stopping: Stop, over: bool) -> bool:
+        """Whether `after` would save with these arguments. The same on every rank."""
+        every = self.run.config.save_every
+        due = bool(every) and (over or step % (every or 1) == 0)
+        return (due or bool(stopping)) and self.saved != step
+
+    def look(self) -> None:
+        """Take note of a save that has ended. Raises CheckpointError if it failed."""
+        if self._saving is not None and self._saving.done:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is complete. Raises CheckpointError if it failed."""
+        saving, self._saving = self._saving, None
+        if self._checkpointer is not None:
+            self._checkpointer.wait()
+        if saving is not None:
+            self._saved(saving.path, saving.seconds or saving.stall_s, saving.stall_s)
+
+    def close(self) -> None:
+        """Close the checkpointer. Collective."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
+
+    def _open(self) -> Checkpointer:
+        if self._checkpointer is None:
+            config = self.run.config
+            self._checkpointer = Checkpointer(
+                self.root, model=self.run.model, keep=config.keep, asynchronous=config.async_save
+            )
+        return self._checkpointer
+
+    def _save(self, step: int, skipped: int) -> None:
+        run, begun, checkpointer = self.run, time.perf_counter(), self._open()
+        path = checkpointer.save(
+            step,
+            optimizer=run.optimizer,
+            scaler=run.scaler,
+            data=run.order,
+            extra=kept_beside(run, skipped),
+            tokenizer=run.loaded.tokenizer,
+            frozen=base_of(run) is None,
+        )
+        assert path is not None  # a save waits for the previous one, so none is dropped
+        self.saved = step
+        self._saving = running(onefold.engine_of(run.model))
+        if self._saving is None:
+            self.wait()  # the save is over; this raises if it failed
+            seconds = time.perf_counter() - begun
+            self._saved(path, seconds, seconds)
+
+    def _saved(self, path: Path, seconds: float, stall: float) -> None:
+        self.path = path
+        self.say.say("checkpoint", step=self.saved, path=str(path), seconds=seconds, stall_s=stall)

@@ -19,13 +19,12 @@ from torch import nn
 
 from onefold.memory import free_host_memory
 from onefold.plan.account import Candidate
-from onefold.plan.api import USABLE, Plan, machine_here, room_beside
-from onefold.plan.api import planned as plan
+from onefold.plan.api import USABLE, Plan, machine_here, planned, room_beside
 from onefold.plan.job import Job
 from onefold.plan.modules import model_shape
 from onefold.plan.rank import units_of
 from onefold.plan.schema import Account
-from onefold.plan.states import at_rest, offloaded_bytes
+from onefold.plan.states import at_rest
 from onefold.recipe.core import NODES, OPTIONS, TIERS
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import TrainError, readable
@@ -41,8 +40,7 @@ class Choice:
         needed: {stage: bytes of one rank at peak}. If the model could not be traced, the bytes of
             its states alone.
         available: bytes that the run may use on the rank that has the least.
-        predicted: the account of the chosen stage, None if the model could not be traced.
-        mesh: the chosen stage on the mesh, if other axes than data divide the model too.
+        planned: the chosen stage in the plan, None if the model could not be traced.
         flops_per_token: model FLOPs. peak_flops: measured FLOP/s of a rank's hardware, None if
             nobody measured it.
         notes: assumptions of the plan.
@@ -53,11 +51,16 @@ class Choice:
     reason: str
     needed: Mapping[int, int]
     available: int
-    predicted: Account | None = None
+    planned: Candidate | None = None
     flops_per_token: float | None = None
     peak_flops: float | None = None
     notes: tuple[str, ...] = ()
-    mesh: Candidate | None = None
+
+    @property
+    def predicted(self) -> Account | None:
+        """The account of the chosen stage, if data ranks alone divide the model."""
+        here = self.planned
+        return here.account if here is not None and here.scheme.degrees.data_only else None
 
 
 @dataclass(frozen=True)
@@ -109,27 +112,22 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
     Raises TrainError for a batch that does not divide, units that do not exist, or state that no
     stage can store on the tier that was asked for.
     """
-    if max(asked.tp, asked.ep) > 1:
+    mesh = max(asked.tp, asked.ep) > 1
+    try:
         try:
-            return _on_mesh(model, asked)
-        except ValueError as error:
-            raise TrainError(str(error)) from None
-    try:
-        return _planned(model, asked)
-    except TrainError:
-        raise
-    except Exception as error:
-        if isinstance(error, ValueError) and "does not divide" in str(error):
-            raise TrainError(str(error)) from None
-        # A model's code may fail in any way under a trace, and still train
-        why = f"the model could not be traced ({type(error).__name__}: {str(error)[:120]})"
-    try:
-        return _by_states(model, asked, why)
-    except ValueError as error:  # no run could have these units, or these options
+            return _on_mesh(model, asked) if mesh else _on_data_ranks(model, asked)
+        except TrainError:
+            raise
+        except Exception as error:
+            if isinstance(error, ValueError) and (mesh or "does not divide" in str(error)):
+                raise
+            # A model's code may fail in any way under a trace, and still train
+            return _by_states(model, asked, f"{type(error).__name__}: {str(error)[:120]}")
+    except ValueError as error:
         raise TrainError(str(error)) from None
 
 
-def _planned(model: nn.Module, asked: Asked) -> Choice:
+def _on_data_ranks(model: nn.Module, asked: Asked) -> Choice:
     job = asked.job
 
     def batch(samples: int) -> dict[str, torch.Tensor]:
@@ -139,138 +137,108 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
     beside = free_host_memory(), math.inf  # the disks are looked at before the run itself
     machine = machine_here(asked.ranks, asked.local_ranks, asked.free, asked.device, beside)
     stages = () if asked.stage == "auto" else (int(asked.stage),)
-    found = plan(model, machine, job, stages=stages, batch=batch, largest=False)
-    possible = asked.stages()
+    found = planned(model, machine, job, stages=stages, batch=batch, largest=False)
+    possible, notes = asked.stages(), list(found.notes)
     everything = not asked.says(TIERS, NODES)
     shown = {c.scheme.stage: c for c in found.stages if everything or c.scheme.stage in possible}
     chosen = found.recommended or shown[possible[-1]]
-    stage, account = chosen.scheme.stage, chosen.account
-    needed = {s: c.needed for s, c in shown.items()} | {stage: chosen.needed}
-    notes = list(found.notes)
-    if not machine.shared and account.host * machine.local > machine.host.memory:
+    held = chosen.account.host
+    if not machine.shared and held * machine.local > machine.host.memory:
         notes.append(
-            f"the host has no room for the {readable(account.host)} a rank that are to be stored there:"
-            " it may run out of memory"
+            f"the host has no room for the {readable(held)} a rank that are to be stored there: it may"
+            " run out of memory"
         )
-    return Choice(
-        stage,
-        chosen.scheme.micro_batch,
-        _why(asked, chosen, needed, fits=found.recommended is not None),
-        needed,
-        chosen.usable,
-        account,
-        found.model.flops_per_token(job.seq),
-        machine.peak(job.precision or "fp32") if machine.is_timed else None,
-        (*notes, *found.assumptions),
-    )
-
-
-#: Samples at once that --micro-batch auto looks at, with axes.
-_SIZES = tuple(2**n for n in range(8))
+    return _chosen(asked, found, chosen, shown, (*notes, *found.assumptions))
 
 
 def _on_mesh(model: nn.Module, asked: Asked) -> Choice:
     """Choose by the account of the mesh. Raises ValueError: it is not possible for the model."""
-    job, stages = asked.job, tuple(asked.stages())
+    job, stages, count = asked.job, tuple(asked.stages()), asked.ranks // asked.tp
     notes: list[str] = []
     if PLANNED[job.optimizer].update == WHOLE:
         counted = PLANNED[job.optimizer].rest or "sgd-momentum"
         notes.append(f"on a mesh states of {job.optimizer} are counted as {counted} has them")
         job = replace(job, optimizer=counted)
-    count = asked.ranks // asked.tp
-    axes: dict[str, int | str] = {"tp": asked.tp, "ep": asked.ep}
-
-    beside = room_beside(job.folders)
+    if asked.says(TIERS, NODES):
+        notes.append("on a mesh the plan does not count groups, codecs and state off the device")
+    each = job.global_batch // count
+    sizes = [n for n in (2**power for power in range(8)) if each % n == 0]
+    axes, beside = {"tp": asked.tp, "ep": asked.ep}, room_beside(job.folders)
     # Measured speeds are not by axis
     machine = machine_here(
         asked.ranks, asked.local_ranks, asked.free, asked.device, beside, measured=False
     )
-
-    def planned(samples: int) -> Plan:
+    best: tuple[Plan, Candidate] | None = None
+    for samples in [job.micro_batch] if job.micro_batch else sizes:
         batch = job.global_batch or samples * count
-        return plan(
+        found = planned(
             model, machine, replace(job, micro_batch=samples, global_batch=batch), stages=stages, largest=False,
             axes=axes, sequence_parallel=False,
         )  # fmt: skip
-
-    each = job.global_batch // count if job.global_batch else 0
-    sizes = [n for n in _SIZES if not each or each % n == 0]
-    first = planned(job.micro_batch or 1)
-    shape, found = first.model, first.stages
-    chosen = next((row for row in found if row.fits), found[-1])
-    for samples in () if job.micro_batch else sizes[1:]:
-        rows = planned(samples).stages
-        larger = next(row for row in rows if row.scheme.stage == chosen.scheme.stage)
-        if not larger.fits:
+        wanted = [best[1].scheme.stage] if best else stages
+        fitting = [c for c in found.stages if c.fits and c.scheme.stage in wanted]
+        if best is not None and not fitting:
             break
-        chosen = larger
-    stage, micro_batch, degrees = (
-        getattr(chosen.scheme, n) for n in ("stage", "micro_batch", "degrees")
-    )
-    needed = {row.scheme.stage: row.needed for row in planned(micro_batch).stages}
-    peak = f"{readable(chosen.needed)} of {readable(chosen.usable)} a rank may use"
+        best = found, fitting[0] if fitting else found.stages[-1]
+    assert best is not None
+    shown = {c.scheme.stage: c for c in best[0].stages}
+    return _chosen(asked, *best, shown, tuple(notes))
+
+
+def _chosen(
+    asked: Asked,
+    plan: Plan,
+    chosen: Candidate,
+    shown: Mapping[int, Candidate],
+    notes: tuple[str, ...],
+) -> Choice:
+    stage, job, machine = chosen.scheme.stage, asked.job, plan.machine
+    beside = [
+        f"{readable(size)} {tier.where}" for tier, size in chosen.account.by_tier.items() if size
+    ]
+    peak = f"its peak takes {readable(chosen.needed)} of {readable(chosen.usable)} a rank may use"
+    peak += f", with {' and '.join(beside)}" if beside else ""
+    why = "the lowest that fits"
     if not chosen.fits:
-        reason = f"stage {stage} needs {peak} at peak: it may run out of memory"
+        why = "which may run out of memory"
     elif asked.stage != "auto":
-        reason = f"stage {stage}, as asked, on {degrees}: its peak takes {peak}"
-    else:
-        reason = f"stage {stage}, the lowest that fits on {degrees}: its peak takes {peak}"
-    if asked.says(TIERS, NODES):
-        notes.append("on a mesh the plan does not count groups, codecs and state off the device")
-    flops = shape.flops_per_token(job.seq)
+        why = "as asked"
+    elif asked.ranks == 1 and stage == 0:
+        why = "with one rank there is nothing to divide"
+    elif len(asked.stages()) == 1:
+        why = "the only one with these options"
+    elif stage - 1 in shown and stage > 1:
+        peak += f", stage {stage - 1} would take {readable(shown[stage - 1].needed)}"
+    degrees = chosen.scheme.degrees
+    on = "" if degrees.data_only else f" on {degrees}"
     return Choice(
-        stage, micro_batch, reason, needed, chosen.usable, flops_per_token=flops, notes=tuple(notes), mesh=chosen,
-    )  # fmt: skip
-
-
-def _why(asked: Asked, chosen: Candidate, needed: Mapping[int, int], fits: bool) -> str:
-    stage, account = chosen.scheme.stage, chosen.account
-    if not fits:
-        return (
-            f"stage {stage} needs {readable(chosen.needed)} a rank at peak of"
-            f" {readable(chosen.usable)} free: it may run out of memory"
-        )
-    peak = f"its peak takes {readable(needed[stage])} of {readable(chosen.usable)} a rank may use"
-    beside = [f"{readable(size)} {tier.where}" for tier, size in account.by_tier.items() if size]
-    if beside:
-        peak += f", with {' and '.join(beside)}"
-    if asked.stage != "auto":
-        return f"stage {stage}, as asked: {peak}"
-    if stage == 0:
-        return f"stage 0: with one rank there is nothing to divide; {peak}"
-    if stage == 1:
-        return f"stage 1: {peak}; it sends what stage 0 sends and divides the optimizer"
-    if stage - 1 not in needed:
-        can = "be with the options about groups and codecs"
-        can = can if asked.says(NODES) else "keep parameters off the device"
-        return f"stage {stage}, the only one that can {can}: {peak}"
-    return (
-        f"stage {stage}, the lowest that fits: {peak}, stage {stage - 1} would take"
-        f" {readable(needed[stage - 1])}"
+        stage,
+        chosen.scheme.micro_batch,
+        f"stage {stage}{on}, {why}: {peak}",
+        {c.scheme.stage: c.needed for c in (*shown.values(), chosen)},
+        chosen.usable,
+        chosen,
+        plan.model.flops_per_token(job.seq),
+        machine.peak(job.precision or "fp32") if machine.is_timed else None,
+        notes,
     )
 
 
 def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
-    """Choose by the bytes of states and reduced gradients.
-    Half of the free memory is left for activations.
-    """
+    """Choose by the bytes of states. Half of the free memory is left for gradients and activations."""
     shape = model_shape(model, dict(asked.job.options).get("units"))
-    available = int(asked.free * USABLE / 2)
-
-    def states(stage: int) -> int:
-        recipe = asked.job.recipe(stage)
-        units = units_of(shape, recipe, asked.ranks, per_node=asked.local_ranks)
-        flats = [f for u in units for f in u.flats if f.trainable and f.tiers is None]
-        gradients = sum(f.own * f.dtypes.sums.itemsize for f in flats)
-        host = offloaded_bytes(units, recipe).host if asked.device == "cpu" else 0
-        return sum(at_rest(units).values()) + gradients + host
-
-    candidates = asked.stages()
-    shown = candidates if asked.says(TIERS, NODES) else range(4)
-    needed = {stage: states(stage) for stage in shown}
-    stage = next((s for s in candidates if needed[s] <= available), candidates[-1])
+    available, possible = int(asked.free * USABLE / 2), asked.stages()
+    needed = {
+        stage: sum(
+            at_rest(
+                units_of(shape, asked.job.recipe(stage), asked.ranks, per_node=asked.local_ranks)
+            ).values()
+        )
+        for stage in possible
+    }
+    stage = next((s for s in possible if needed[s] <= available), possible[-1])
     reason = (
-        f"stage {stage}: {why}; its states take {readable(needed[stage])} of {readable(available)}"
-        " left for them"
+        f"stage {stage}: the model could not be traced ({why}); its states take"
+        f" {readable(needed[stage])} of {readable(available)} left for them"
     )
     return Choice(stage, asked.job.micro_batch or 1, reason, needed, available)

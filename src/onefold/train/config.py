@@ -11,6 +11,7 @@ help text below it; `onefold.cli.train` turns each field into a command-line opt
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -32,10 +33,10 @@ from onefold.models.names import precision_of
 from onefold.recipe.core import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import MOST, Precision
 from onefold.train import optimizers
-from onefold.train.config_file import read_config_file
 from onefold.wording import TrainError, did_you_mean, seconds_of
 
 if TYPE_CHECKING:
+    from onefold.plan.job import Job
     from onefold.recipe import Recipe
 
 DEFAULT_STEPS = 40
@@ -225,7 +226,7 @@ class TrainConfig(_RecipeOptions):
     """Held-out sequences a measurement reads, at most."""
     tensorboard: bool = False
     """Also write every figure for TensorBoard, into the output folder."""
-    trace: str | None = None
+    trace: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] | None = None
     """Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder, for
     Perfetto."""
     json_lines: bool = Field(False, alias="json")
@@ -245,51 +246,39 @@ class TrainConfig(_RecipeOptions):
     @model_validator(mode="after")
     def _options_agree(self) -> TrainConfig:
         """Refuse options that cannot be given together."""
-        if self.resume != "none" and self.overwrite:
-            raise ValueError(
-                "resume goes on with an earlier run and overwrite replaces it; give one of them."
-            )
-        if self.resume == "auto" and self.output is None:
-            raise ValueError(
-                "resume auto looks for checkpoints in the output folder, and none is named; add"
-                " --output FOLDER."
-            )
-        looks_at_all_gradients = (
-            (self.clip > 0, f"--clip {self.clip:g}", "--clip 0"),
-            (self.precision == "fp16", "--precision fp16", "--precision bf16"),
-            (self.on_nonfinite == "skip", "--on-nonfinite skip", "--on-nonfinite stop"),
-        )
+        defaults = {name: field.default for name, field in type(self).model_fields.items()}
+        changed = [
+            name for name in ("lora_targets", "lora_alpha") if getattr(self, name) != defaults[name]
+        ]
         # Without offload, `check_recipe` refuses step_in_backward itself
         in_backward = self.step_in_backward and self.offload_optimizer is not None
-        for looks, option, instead in looks_at_all_gradients:
-            if looks and in_backward:
-                raise ValueError(
-                    f"--step-in-backward steps units before all gradients are known, which {option}"
-                    f" looks at: use {instead}."
-                )
-        for name in ("lora_targets", "lora_alpha"):
-            if self.lora is None and getattr(self, name) != type(self).model_fields[name].default:
-                raise ValueError(
-                    f"--{name.replace('_', '-')} is about adapters, and there are none: add --lora"
-                    " 16, or leave it out."
-                )
-        self._refuse_axes()
-        if self.steps is not None and self.epochs is not None:
-            raise ValueError(
-                "both steps and epochs are given; they say the same thing, so give one."
-            )
+        looking = {
+            f"--clip {self.clip:g} looks at: use --clip 0": self.clip > 0,
+            "--precision fp16 looks at: use --precision bf16": self.precision == "fp16",
+            "--on-nonfinite skip looks at: use --on-nonfinite stop": self.on_nonfinite == "skip",
+        }
+        wrong = {
+            "resume goes on with an earlier run and overwrite replaces it; give one of them":
+                self.resume != "none" and self.overwrite,
+            "resume auto looks for checkpoints in the output folder, and none is named; add --output FOLDER":
+                self.resume == "auto" and self.output is None,
+            "both steps and epochs are given; they say the same thing, so give one":
+                self.steps is not None and self.epochs is not None,
+            f"--{' --'.join(changed)} is about adapters, and there are none: add --lora 16, or leave it out".replace("_", "-"):
+                self.lora is None and changed,
+            f"{self.axes} beside --lora {self.lora}: adapters need whole layers; leave one of the two out":
+                self.axes and self.lora is not None,
+            f"{self.axes} beside --compile: torch's compiler fails on redistributed inputs; leave one of the two out":
+                self.axes and self.compile,
+            **{
+                f"--step-in-backward steps units before all gradients are known, which {what}": in_backward and looks
+                for what, looks in looking.items()
+            },
+        }  # fmt: skip
+        for text, holds in wrong.items():
+            if holds:
+                raise ValueError(text)
         return self
-
-    def _refuse_axes(self) -> None:
-        """Raise ValueError for options that do not go with other axes than data."""
-        axes = self.axes
-        given = (
-            (self.lora is not None, f"--lora {self.lora}", "adapters need whole layers"),
-            (self.compile, "--compile", "torch's compiler fails on redistributed inputs"),
-        )
-        for there, option, why in given:
-            if axes and there:
-                raise ValueError(f"{axes} beside {option}: {why}; leave one of the two out.")
 
     @property
     def axes(self) -> str:
@@ -316,10 +305,29 @@ class TrainConfig(_RecipeOptions):
             if (value := getattr(self, name)) != option.default
         }
 
+    def job(self) -> Job:
+        """Return what is trained in the words of the plan. Raises ValueError if no run can have these
+        options.
+        """
+        from onefold.plan.job import Job
+
+        given = {
+            "seq": self.seq,
+            "micro_batch": 0 if self.micro_batch == "auto" else self.micro_batch,
+            "global_batch": self.global_batch or 0,
+            "precision": "bf16" if self.precision == "auto" else self.precision,
+            "checkpointing": self.activation_checkpointing,
+            "offload": "none",
+            "optimizer": optimizers.planned_as(self),
+        }
+        return Job.of({**given, **self.arguments()}, "onefold train")
+
     def check_recipe(self) -> None:
         """Raise TrainError if no recipe can have these options. Imports torch."""
+        optimizers.check_optimizer(self)
         try:
             self.recipe(3 if self.stage == "auto" else int(self.stage))
+            self.job()
         except ValueError as error:
             raise TrainError(str(error)) from None
 
@@ -337,6 +345,27 @@ def field_names() -> dict[str, str]:
     return {(info.alias or name): name for name, info in TrainConfig.model_fields.items()}
 
 
+def read_config_file(path: str | Path) -> dict[str, Any]:
+    """Read a YAML or TOML file into {key: value}. Raises TrainError if that cannot be done."""
+    import yaml
+
+    text, kind = Path(path), Path(path).suffix.upper().replace("YML", "YAML").removeprefix(".")
+    parsers = {"TOML": tomllib.loads, "YAML": yaml.safe_load}
+    if kind not in parsers:
+        raise TrainError(f"--config {path}: expected a file that ends in .yaml, .yml or .toml.")
+    try:
+        values = parsers[kind](text.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise TrainError(f"--config {path} cannot be read: {error.strerror}.") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        said = " ".join(str(error).split())[:300]
+        raise TrainError(f"--config {path} is not valid {kind}: {said}.") from None
+    if not isinstance(values, dict):
+        found = type(values).__name__
+        raise TrainError(f"--config {path}: expected keys and values, found {found}.")
+    return {str(key).replace("-", "_"): value for key, value in values.items()}
+
+
 def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
     """Like `read_options`, and also check that the options make a recipe. Imports torch."""
     config = read_options(command_line, config_file)
@@ -350,7 +379,7 @@ def read_options(
     """Merge the defaults, the file and the command line, where None means "not given".
     Raises TrainError with the key, what was given and what was expected.
     """
-    values = {} if config_file is None else read_config_file(config_file, field_names())
+    values = {} if config_file is None else read_config_file(config_file)
     given = {key: value for key, value in command_line.items() if value is not None}
     # --steps on the command line replaces epochs of the file, and vice versa.
     for key, other in (("steps", "epochs"), ("epochs", "steps")):

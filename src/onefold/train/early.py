@@ -4,21 +4,19 @@ takes minutes. They change nothing.
     check_early      tokenizer, NVMe folders, --resume, data and model exist and can be read
     data_ranks       the axes divide the ranks; how many compute with different samples
     check_batch      the global batch can be cut on these ranks
-    refuse_groups    groups divide the ranks
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from pathlib import Path
 
 from onefold.data.sources import check_data
 from onefold.data.text import check_tokenizer
 from onefold.models.names import check_hub, kind_of
 from onefold.train.config import TrainConfig
 from onefold.train.optimizers import check_optimizer
-from onefold.wording import TrainError
+from onefold.wording import TrainError, few
 
 
 def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
@@ -57,51 +55,31 @@ def check_early(config: TrainConfig) -> None:
     """Raise TrainError unless everything that the options name exists and can be read."""
     check_tokenizer(config.tokenizer)
     check_optimizer(config)
-    refuse_folders(config)
-    if config.resume not in ("none", "auto") and not os.path.exists(config.resume):
-        raise TrainError(
-            f"--resume {config.resume}: there is no such folder. Expected auto, none, or a folder"
-            " such as OUTPUT/checkpoints/step-00000100."
-        )
-    check_data(config.data, config.seq, config.text_field)
+    for option, folder in [("nvme", folder) for folder in config.nvme or ()] + [
+        ("resume", config.resume)
+    ]:
+        if folder not in ("none", "auto") and not os.path.exists(folder):
+            raise TrainError(f"--{option} {folder}: there is no such folder.")
+    check_data(config.data, config.text_field)
     # The model comes last: where the user has named none, the default's package may be missing,
     # and what the user has named wrong is told first
     if kind_of(config.model) == "hub":
         check_hub(config.model)
-    check_lora(config)
-
-
-def check_lora(config: TrainConfig) -> None:
-    """Raise TrainError if the adapters or encoded frozen weights asked for are impossible."""
     if config.lora is not None and importlib.util.find_spec("peft") is None:
         raise TrainError(f"--lora {config.lora} needs peft: pip install peft.")
-    if config.lora is None and kind_of(config.model) != "factory":
-        refuse_frozen(config, 0)
-        if config.merge:
-            raise TrainError("--merge is about adapters, and there are none: add --lora 16.")
 
 
 def data_ranks(config: TrainConfig, ranks: int) -> int:
     """Return how many of the ranks compute with different samples. Raises TrainError if --tp does
     not divide the ranks, or --ep these.
     """
-    if ranks % config.tp:
-        raise TrainError(
-            f"--tp {config.tp} does not divide {ranks} ranks: use {_divisors(ranks)}, or another"
-            " number of ranks."
-        )
-    found = ranks // config.tp
-    if found % config.ep:
-        raise TrainError(
-            f"--ep {config.ep} does not divide the {found} data-parallel ranks: use"
-            f" {_divisors(found)}."
-        )
-    return found
-
-
-def _divisors(number: int) -> str:
-    found = [str(n) for n in range(1, number + 1) if number % n == 0]
-    return f"{', '.join(found[:-1])} or {found[-1]}" if len(found) > 1 else found[0]
+    for name, size, of in (("tp", config.tp, ranks), ("ep", config.ep, ranks // config.tp)):
+        if of % size:
+            raise TrainError(
+                f"--{name} {size} does not divide {of} {'data-parallel ' * (name == 'ep')}ranks: use"
+                f" one of {few((str(n) for n in range(1, of + 1) if of % n == 0), 20)}."
+            )
+    return ranks // config.tp
 
 
 def check_batch(config: TrainConfig, ranks: int) -> None:
@@ -114,33 +92,6 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
         accumulation_steps(
             config.global_batch, 1 if config.micro_batch == "auto" else config.micro_batch, ranks
         )
-
-
-def refuse_folders(config: TrainConfig) -> None:
-    """Raise TrainError for a disk's folder that does not exist, or a token folder that cannot."""
-    for folder in config.nvme or ():
-        if not os.path.isdir(folder):
-            raise TrainError(
-                f"--nvme {folder}: there is no such folder; make one on the disk that is to be used."
-            )
-    cache = Path(config.data_cache or ".")
-    for place in (*cache.parents[::-1], cache):
-        if os.path.lexists(place) and not place.is_dir():
-            raise TrainError(f"--data-cache {config.data_cache}: {place} is a file; name a folder.")
-
-
-def refuse_groups(config: TrainConfig, ranks: int) -> None:
-    """Raise TrainError for groups that do not divide the ranks."""
-    from onefold.layout import Topology
-
-    ranks = data_ranks(config, ranks)
-    for name in ("group", "shard_group"):
-        size = getattr(config, name)
-        if isinstance(size, int):
-            try:
-                Topology(ranks, size)
-            except ValueError as error:
-                raise TrainError(f"--{name.replace('_', '-')} {size}: {error}") from None
 
 
 def refuse_frozen(config: TrainConfig, frozen: int) -> None:

@@ -41,7 +41,7 @@ from onefold.processes.signals import (
     put_in_order,
 )
 from onefold.train.config import TrainConfig, with_precision
-from onefold.train.early import check_batch, refuse_groups
+from onefold.train.early import check_batch
 from onefold.train.output import name_output, with_output
 from onefold.wording import TrainError, seconds_of
 
@@ -83,7 +83,6 @@ def launch(config: TrainConfig) -> int:
         nproc, why = ranks_to_start(config)
         check_batch(config, nproc)
         named.check_recipe()
-        refuse_groups(config, nproc)
         return _run(_downloaded(named), nproc, why)
 
 

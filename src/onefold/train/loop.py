@@ -47,21 +47,20 @@ from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
 from onefold.optim.clip import skips_on_device
 from onefold.processes.signals import Stop
-from onefold.train.faults import locate
-from onefold.train.keeper import Keeper
+from onefold.train.checkpoints import Keeper
 from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import Run
-from onefold.train.report import Window
+from onefold.train.report import Row, Window
 from onefold.train.step import (
     forward_backward,
     held_out_loss,
+    locate,
     measure_gradients,
     update,
     update_unless_bad,
 )
 from onefold.wording import TrainError
 
-Row = dict[str, Any]
 #: Overflows in a row that end the run. 40 halvings bring a loss scale of 65536 to almost nothing.
 SCALER_LIMIT = 40
 
@@ -99,7 +98,7 @@ def train(
 
 
 @dataclass
-class _Launched:
+class _Step:
     """A step that the host has launched.
 
     Attributes:
@@ -110,7 +109,7 @@ class _Launched:
         row: the step's figures, as far as they are known.
     """
 
-    step: int
+    number: int
     generators: dict[str, Any]
     tokens: int
     begun: float
@@ -122,7 +121,7 @@ class _Launched:
 @dataclass
 class _Loop:
     """Runs one step at a time. The fields are the arguments of `train`. All conditions that lead to a
-    collective are the same on every rank.
+    collective are the same on every rank: `run.stopped` is what the ranks have agreed on.
     """
 
     run: Run
@@ -138,15 +137,15 @@ class _Loop:
         self.late = skips_on_device(run.optimizer, self.engine)
         flops = run.choice.flops_per_token, run.choice.peak_flops
         self.meter = Meter(run.model, run.optimizer, *flops)
-        self.waiting: _Launched | None = None  # the step before, if it is not read yet
+        self.waiting: _Step | None = None  # the step before, if it is not read yet
         self.skipped = int(run.earlier.get("skipped", 0))
         self.bad = self.overflows = 0  # in a row
-        self._scale: float | None = None
+        self._scale = 0.0
         self._arrived = 0.0
 
     def step(self, step: int) -> None:
         """Do step number `step` (from 0)."""
-        run = self.run
+        run, scaler = self.run, self.run.scaler
         for group in run.optimizer.param_groups:
             group["lr"] = peak_lr(run.config, group) * run.factor(step)
         generators = capture()
@@ -156,57 +155,62 @@ class _Loop:
         loss, tokens = forward_backward(run, step)
         norm = measure_gradients(run)
         own = time.perf_counter() - begun - (self.engine.traffic.exposed - waited)
-
-        def launched(numbers: Callable[[], list[float]]) -> _Launched:
-            return _Launched(step, generators, tokens, begun, max(0.0, own), numbers)
-
+        seen = _Step(
+            step, generators, tokens, begun, max(0.0, own), lambda: [float(loss), float(norm)]
+        )
+        before, self.waiting = self.waiting, None
+        if before is not None:
+            self._judge(before)
+        elif self.late:
+            self._ask()
         if self.late:
-            before, self.waiting = self.waiting, None
-            stopping = self._judge(before)
             update_unless_bad(run, loss, norm)
-            scale = [run.scaler._scale] if run.scaler is not None else []
-            seen = launched(Reading(loss, norm, *scale).numbers)
-            seen.row = self._figures(step, tokens)
-            if before is not None:
-                self.report(before.row)
-            if not self._is_needed(step, stopping):
-                self.waiting = seen
-                self._end(step, stopping, None)
-                return
-            self._judge(seen, asking=False)
+            scale = [scaler._scale] if scaler is not None else []
+            seen.numbers = Reading(loss, norm, *scale).numbers
         else:
-            seen = launched(lambda: [float(loss), float(norm)])
-            stopping = self._judge(seen)
+            self._judge(seen)
             update(run, apply="left_out" not in seen.row)
-            seen.row |= {**self._figures(step, tokens), **seen.row}
-            if run.scaler is not None:
-                self._note_scale(seen.row, run.scaler.get_scale())
-        whole = "left_out" not in seen.row
-        self.window.end(step, over=bool(stopping), whole=whole)
-        self._end(step, stopping, seen.row)
+            if scaler is not None:
+                self._note_scale(seen.row, scaler.get_scale())
+        seen.row = {**self._figures(step, tokens), **seen.row}
+        if before is not None:
+            self.report(before.row)
+        if self.late and not self._is_needed(step):
+            self.waiting = seen
+        else:
+            if self.late:
+                self._judge(seen)
+            self.window.end(step, over=bool(run.stopped))
+            if self._evaluates(step):
+                sent = self.engine.traffic.sent().nbytes
+                seen.row["eval_loss"] = held_out_loss(run)
+                seen.row["eval_wire_bytes"] = self.engine.traffic.sent().nbytes - sent
+            self.report(seen.row)
+        if self.keeper is not None:
+            self.keeper.after(step + 1, run.stopped, step + 1 == run.steps, self.skipped)
 
-    def _judge(self, seen: _Launched | None, asking: bool = True) -> Stop:
-        """Read a step's numbers, exchange them with the other ranks, judge them, and complete the
-        step's row. Returns what ranks ask for. Collective.
+    def _ask(self, loss: float = 0.0) -> float:
+        """Agree with the other ranks on requests to stop, and return the sum of `loss`. Collective."""
+        kinds, asked = list(Stop), Stop(int(self.stop_requested()))
+        loss, *said = self.run.ranks.sum(loss, *(float(kind in asked) for kind in kinds))
+        for kind, count in zip(kinds, said, strict=True):
+            self.run.stopped |= kind if count else Stop.NONE
+        return loss
 
-        Args:
-            seen: None if there is no step to judge. asking: whether ranks may now ask to stop.
+    def _judge(self, seen: _Step) -> None:
+        """Read a step's numbers, exchange them with the other ranks, judge them, and complete the step's
+        row. Collective.
 
         Raises:
             TrainError: the run ends here.
         """
-        ranks, kinds = self.run.ranks, list(Stop)
-        loss, norm, *scale = seen.numbers() if seen is not None else [0.0, 0.0]
-        asked = Stop(int(self.stop_requested())) if asking else Stop.NONE
-        total, *said = ranks.sum(loss, *(float(kind in asked) for kind in kinds))
-        stopping = Stop(sum(kind for kind, count in zip(kinds, said, strict=True) if count))
-        own = seen.own if seen is not None else 0.0
+        ranks = self.run.ranks
+        loss, norm, *scale = seen.numbers()
+        loss = self._ask(loss)
         # The greatest and its rank in one number: nothing here grows with the number of ranks
-        mine = round(own * 1e6) * ranks.world_size + ranks.rank
-        slow, least = ranks.sum(mine, -own, how=dist.ReduceOp.MAX)
-        if seen is None:
-            return stopping
-        row, loss = seen.row, total / self.run.part.copies  # ranks that divide layers have the same
+        mine = round(seen.own * 1e6) * ranks.world_size + ranks.rank
+        slow, least = ranks.sum(mine, -seen.own, how=dist.ReduceOp.MAX)
+        row, loss = seen.row, loss / self.run.part.copies  # ranks that divide layers have the same
         if self.late:
             now = time.perf_counter()
             row |= self.meter.rates(now - max(seen.begun, self._arrived), seen.tokens)
@@ -220,23 +224,22 @@ class _Loop:
             row["left_out"] = True
             self.skipped += 1
         row["skipped"] = self.skipped
-        if scale:
-            self._note_scale(row, scale[0])
-        return stopping
+        for one in scale:
+            self._note_scale(row, one)
 
     def _note_scale(self, row: Row, scale: float) -> None:
         """Put the loss scale into a row. Where it fell, the scaler has skipped the step."""
-        self.skipped += self._scale is not None and scale < self._scale
+        self.skipped += scale < self._scale
         self._scale = scale
         row |= {"scale": scale, "skipped": self.skipped}
 
-    def _is_fine(self, seen: _Launched, loss: float, norm: float) -> bool:
+    def _is_fine(self, seen: _Step, loss: float, norm: float) -> bool:
         """Whether a step's update counts. All ranks judge alike, because the numbers are the same.
 
         Raises:
             TrainError: the run ends here.
         """
-        run, config, step = self.run, self.run.config, seen.step
+        run, config, step = self.run, self.run.config, seen.number
         fine = math.isfinite(norm) or run.recipe.step_in_backward
         if math.isfinite(loss) and (fine or run.scaler is not None):
             self.overflows = 0 if fine else self.overflows + 1
@@ -260,45 +263,31 @@ class _Loop:
         self.alert(f"{text}. The step is left out.")
         return False
 
-    def _is_needed(self, step: int, stopping: Stop) -> bool:
+    def _is_needed(self, step: int) -> bool:
         """Whether the step must be read before the next one begins. The same on every rank."""
-        last = step + 1 == self.run.steps
-        saves = self.keeper is not None and self.keeper.saves(step + 1, stopping, last)
-        over = bool(stopping) or last or saves
-        return over or self._evaluates(step, stopping) or self.window.is_near(step)
+        stopped, last = self.run.stopped, step + 1 == self.run.steps
+        saves = self.keeper is not None and self.keeper.saves(step + 1, stopped, last)
+        return bool(stopped) or last or saves or self._evaluates(step) or self.window.is_near(step)
 
-    def _evaluates(self, step: int, stopping: Stop) -> bool:
-        every, over = self.run.config.eval_every, step + 1 == self.run.steps
-        if not every or stopping or not self.run.data.size(held_out=True):
+    def _evaluates(self, step: int) -> bool:
+        every, due = self.run.config.eval_every, step + 1 == self.run.steps
+        if not every or self.run.stopped or not self.run.data.size(held_out=True):
             return False
-        return over or (step + 1) % every == 0
+        return due or (step + 1) % every == 0
 
     def _figures(self, step: int, tokens: int) -> Row:
-        """Return a step's figures that need nothing from the device. `memory` is the process's,
-        `held` the engine's.
+        """Return a step's figures that need nothing from the device. `held` is the engine's memory,
+        `memory` that of the GPU, else of the process.
         """
-        figures = self.meter.step(tokens=tokens)
-        held = figures.pop("memory")
-        row: Row = {**figures, "step": step + 1, **memory(self.run), "held": held}
+        figures, seen = self.meter.step(tokens=tokens), memory_figures(self.run.ranks.device)
+        now, peak = resident_memory()
+        if seen is not None:
+            now, peak = seen.allocated, seen.allocated_peak
+        row = {
+            **figures,
+            "step": step + 1,
+            "held": figures["memory"],
+            "memory": now,
+            "memory_peak": peak,
+        }
         return row | rates(self.run.optimizer.param_groups)
-
-    def _end(self, step: int, stopping: Stop, row: Row | None) -> None:
-        """Evaluate, report and save after a step. `row`: None for a step that is read later."""
-        if row is not None:
-            if self._evaluates(step, stopping):
-                sent = self.engine.traffic.sent().nbytes
-                row["eval_loss"] = held_out_loss(self.run)
-                row["eval_wire_bytes"] = self.engine.traffic.sent().nbytes - sent
-            self.report(row)
-        if self.keeper is not None:
-            self.keeper.after(step + 1, stopping, step + 1 == self.run.steps, self.skipped)
-        self.run.stopped = stopping
-
-
-def memory(run: Run) -> Row:
-    """Return this rank's memory in bytes, now and at peak: of its GPU, else of the process."""
-    figures = memory_figures(run.ranks.device)
-    now, peak = resident_memory()
-    if figures is not None:
-        now, peak = figures.allocated, figures.allocated_peak
-    return {"memory": now, "memory_peak": peak}

@@ -11,20 +11,17 @@ or option is reported at once.
 from __future__ import annotations
 
 import importlib.util
-import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from onefold.recipe.optimizers import TRAINED, WHOLE
-from onefold.recipe.options import MOST
+from pydantic import FiniteFloat, PositiveInt, TypeAdapter, ValidationError
+
+from onefold.recipe.optimizers import TRAINED
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
     from onefold.train.config import TrainConfig
-
-Value = bool | float | str | tuple[float, ...]
-
 
 #: Of Muon's option adjust_lr_fn: updates as large as AdamW's, which take AdamW's learning rate.
 MATCH_RMS = "match_rms_adamw"
@@ -38,75 +35,40 @@ BETAS = (0.9, 0.95)
 def offered() -> str:
     """List the optimizers, and what to install for them."""
     names = (name + (f" (needs {o.package})" if o.package else "") for name, o in TRAINED.items())
-    return _listed(names, "or")
+    *most, last = names
+    return f"{', '.join(most)} or {last}"
 
 
-def _listed(names: Iterable[str], last: str) -> str:
-    *most, final = names
-    return f"{', '.join(most)} {last} {final}"
-
-
-#: Arguments of an optimizer that are options of the command.
-ELSEWHERE = {"lr": "--lr", "weight_decay": "--weight-decay"}
-#: Options that count something.
-COUNTS = ("ns_steps",)
-#: Options that are true or false. All others are numbers.
-SWITCHES = ("amsgrad", "centered", "decoupled_weight_decay", "nesterov")
-#: Options whose value is one of these words.
-WORDS = {"adjust_lr_fn": ("original", MATCH_RMS)}
+#: What some options take; all others take a number, or several.
+KINDS: dict[str, Any] = {
+    "adjust_lr_fn": Literal["original", "match_rms_adamw"],
+    "ns_steps": PositiveInt,
+    **dict.fromkeys(("amsgrad", "centered", "decoupled_weight_decay", "nesterov"), bool),
+}
 
 
 def read_options(value: object) -> object:
     """Parse a text or a mapping into {name: value}. Raises ValueError for anything else."""
+    if isinstance(value, str) and value != "none":
+        value = dict(part.partition("=")[::2] for part in value.split())
     if value is None or value == "none":
         return None
-    if isinstance(value, Mapping):
-        pairs = [(str(name), given) for name, given in value.items()]
-    elif isinstance(value, str):
-        pairs = []
-        for part in value.split():
-            name, is_pair, given = part.partition("=")
-            if not is_pair or not name or not given:
-                raise ValueError(
-                    f'expected name=value, separated by spaces, such as "betas=0.9,0.95 eps=1e-8";'
-                    f" {part!r} is none"
-                )
-            pairs.append((name, given))
-    else:
-        raise ValueError('expected name=value, separated by spaces, such as "momentum=0.9"')
-    return {name.replace("-", "_"): _value(name, given) for name, given in pairs} or None
+    if not isinstance(value, Mapping) or "" in value.values():
+        raise ValueError(
+            'expected name=value, separated by spaces, such as "betas=0.9,0.95 eps=1e-8"'
+        )
+    return {str(n).replace("-", "_"): _value(str(n), given) for n, given in value.items()} or None
 
 
-def _value(name: str, given: object) -> Value:
-    if (words := WORDS.get(name)) is not None:
-        if str(given) not in words:
-            raise ValueError(f"{name}={given}: expected {_listed(words, 'or')}")
-        return str(given)
-    text = str(given).strip()
-    if name in SWITCHES:
-        if text.lower() not in ("true", "false"):
-            raise ValueError(f"{name}={given}: expected true or false")
-        return text.lower() == "true"
-    if name in COUNTS:
-        number = _number(name, given)
-        if not 1 <= number <= MOST or number != int(number):
-            raise ValueError(f"{name}={given}: expected a whole number, 1 or more")
-        return int(number)
-    if isinstance(given, list | tuple):
-        return tuple(_number(name, one) for one in given)
-    if "," in text:
-        return tuple(_number(name, one) for one in text.split(","))
-    return _number(name, text)
-
-
-def _number(name: str, given: object) -> float:
+def _value(name: str, given: object) -> Any:
+    if not isinstance(given, list | tuple):
+        given = str(given).split(",") if "," in str(given) else str(given)
+    kind = KINDS.get(name.replace("-", "_"), FiniteFloat | tuple[FiniteFloat, ...])
     try:
-        number = float(str(given))
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise ValueError(f"{name}={given}: expected a finite number, or several as 0.9,0.95")
-    return number
+        return TypeAdapter(kind).validate_python(given)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise ValueError(f"{name}={given}: {said[:1].lower()}{said[1:]}") from None
 
 
 def check_optimizer(config: TrainConfig) -> None:
@@ -120,39 +82,16 @@ def check_optimizer(config: TrainConfig) -> None:
         raise TrainError(f"--optimizer {config.optimizer} needs: pip install {known.package}.")
     given = config.optimizer_options or {}
     for name in given:
-        if name in ELSEWHERE:
-            raise TrainError(f"--optimizer-options {name}: give {ELSEWHERE[name]} instead.")
         if name not in known.options:
             raise TrainError(
-                f"--optimizer-options {name}: {config.optimizer} has no such option."
-                f" {did_you_mean(name, known.options)}"
+                f"--optimizer-options {name}: {config.optimizer} has no such option"
+                f" (--lr and --weight-decay are given apart). {did_you_mean(name, known.options)}"
             )
     if config.muon_lr is not None and not known.rest:
         raise TrainError(
             f"--muon-lr {config.muon_lr:g} is the rate of --optimizer muon; --optimizer"
             f" {config.optimizer} has --lr alone."
         )
-    if known.update == WHOLE:
-        _check_whole(config)
-    if config.moments is not None and config.optimizer not in ("adamw", "adam"):
-        raise TrainError(
-            f"--moments {config.moments} is about the moments of adamw and adam;"
-            f" --optimizer {config.optimizer} keeps others: leave one of the two out."
-        )
-
-
-def _check_whole(config: TrainConfig) -> None:
-    """Raise TrainError for options with which no rank steps whole matrices."""
-    given = (
-        (config.offload_optimizer, "nvme", "--offload-optimizer", "keep the states on the device, or on the host (cpu)"),
-        (config.step_in_backward, None, "--step-in-backward", "leave it out"),
-    )  # fmt: skip
-    for value, only, flag, instead in given:
-        if value and (only is None or only in str(value)):
-            raise TrainError(
-                f"--optimizer {config.optimizer} steps whole matrices, which {flag} does not"
-                f" allow: {instead}, or use an element-wise optimizer such as adamw."
-            )
 
 
 def refuse_another(config: TrainConfig, kept: Mapping[str, Any], path: Path) -> None:

@@ -11,9 +11,7 @@ Importing this file needs no torch.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import json
 import os
 import re
 import shutil
@@ -22,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 from onefold.processes.claim import cannot_be_written
-from onefold.reading import parse_json
 from onefold.train.config import TrainConfig
 from onefold.wording import TrainError
 
@@ -98,66 +95,3 @@ def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> N
         " train --config FILE --output NEW\n"
     )
     (folder / "train.yaml").write_text(note + kept.to_yaml(), encoding="utf-8")
-
-
-class Metrics:
-    """The metrics file: one JSON object per line, written at once. Where that fails, with OSError,
-    the file keeps whole lines.
-
-    Args:
-        after: keep the file's rows up to this step and append to them; None begins a new file.
-
-    Attributes:
-        first: the row of the first step in the file, None if there is none yet.
-    """
-
-    def __init__(self, path: Path, after: int | None = None) -> None:
-        self.path = path
-        self.first: dict[str, Any] | None = None
-        if after is not None and path.is_file():
-            self._keep(after)
-        self._file = path.open("wb" if after is None else "ab", buffering=0)
-
-    @property
-    def is_there(self) -> bool:
-        """Whether nobody has removed or replaced the file."""
-        try:
-            return os.path.samestat(os.fstat(self._file.fileno()), os.stat(self.path))
-        except OSError:
-            return False
-
-    def write(self, row: dict[str, Any]) -> None:
-        if self.first is None and isinstance(row.get("step"), int):
-            self.first = row
-        line, begin = memoryview(json.dumps(row).encode() + b"\n"), self._file.tell()
-        try:
-            while line:
-                line = line[self._file.write(line) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                self._file.truncate(begin)
-                self._file.seek(begin)
-            raise
-
-    def _keep(self, after: int) -> None:
-        kept, first = [], None
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                row = parse_json(line)
-            except json.JSONDecodeError:
-                continue  # an incomplete line: the run was killed while it wrote
-            if not row.get("done") and row.get("step", row.get("from_step", 0)) <= after:
-                kept.append(line + "\n")
-                if first is None and isinstance(row.get("step"), int):
-                    first = row
-        aside = self.path.with_name(self.path.name + ".unfinished")
-        try:
-            aside.write_text("".join(kept), encoding="utf-8")
-            aside.replace(self.path)
-        except OSError:
-            aside.unlink(missing_ok=True)
-            raise
-        self.first = first
-
-    def close(self) -> None:
-        self._file.close()

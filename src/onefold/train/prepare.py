@@ -26,7 +26,6 @@ from onefold.models.names import kind_of
 from onefold.models.parallel import AXES, DATA, parallelize
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
-from onefold.plan.job import Job
 from onefold.plan.schema import Account
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
@@ -40,7 +39,6 @@ from onefold.train.early import (
     data_ranks,
     micro_batch_that_divides,
     refuse_frozen,
-    refuse_groups,
 )
 from onefold.wording import TrainError
 
@@ -134,32 +132,6 @@ def lr_factor(kind: str, steps: int, warmup: float, minimum: float) -> Callable[
     return factor
 
 
-#: The step (from 0) that is recorded by default. Earlier steps also build optimizer states and
-#: record the order of units.
-RECORDED = 3
-
-
-def steps_of(trace: str | None, steps: int) -> tuple[int, int]:
-    """Return the first and the last step to record, from 0.
-    `trace` is "FROM:TO" or one step, counted from 1.
-    Raises TrainError if it is neither, or outside the run.
-    """
-    if trace is None:
-        one = min(RECORDED, steps - 1)
-        return one, one
-    parts = trace.split(":")
-    if len(parts) > 2 or not all(p.strip().isdigit() for p in parts):
-        raise TrainError(
-            f"--trace {trace}: expected one step or FROM:TO, counted from 1, such as 4:6."
-        )
-    first, last = int(parts[0]), int(parts[-1])
-    if not 1 <= first <= last <= steps:
-        raise TrainError(
-            f"--trace {trace}: the run has steps 1 to {steps}, and FROM is at most TO."
-        )
-    return first - 1, last - 1
-
-
 @dataclass(frozen=True)
 class DataPart:
     """The part of each batch that this rank computes: number `number` of `count`. Each part is
@@ -169,12 +141,6 @@ class DataPart:
     number: int
     count: int
     copies: int = 1
-
-    @classmethod
-    def of(cls, config: TrainConfig, ranks: Ranks) -> DataPart:
-        """Return the part of this rank. Raises TrainError if the axes do not divide the ranks."""
-        count = data_ranks(config, ranks.world_size)
-        return cls(ranks.rank // config.tp, count, config.tp)
 
 
 @dataclass
@@ -221,10 +187,10 @@ def prepare(
     """
     if point is not None:
         optimizers.refuse_another(config, point.extra, point.path)
-    part = DataPart.of(config, ranks)
+    count = data_ranks(config, ranks.world_size)
+    part = DataPart(ranks.rank // config.tp, count, config.tp)
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, part.count, note)
-    refuse_groups(config, ranks.world_size)
     free = ranks.least(ranks.free_memory())
     note(f"loading {config.model}")
     loaded = load_on_first_rank(
@@ -239,8 +205,7 @@ def prepare(
     for said in loaded.notes:
         note(said)
     data = _data(config, loaded.tokenizer, ranks, note)
-    _check_packing(config, loaded, data)
-    _check_vocabulary(loaded)
+    _check_model(config, loaded, data)
     if config.lora is not None:
         loaded.module = with_adapters(config, loaded)
     model = loaded.module
@@ -250,7 +215,12 @@ def prepare(
     if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
         # The key-value cache is useless in training; `results.sample` turns it on
         model.config.use_cache = False
-    choice = _choice(config, ranks, model, int(free), note)
+    asked = Asked(
+        config.stage, config.job(), ranks.world_size, ranks.local_world_size, int(free),
+        ranks.device.type, config.tp, config.ep,
+    )  # fmt: skip
+    note("planning: what each stage would hold")
+    choice = ranks.on_first(lambda: choose(model, asked))
     global_batch = config.global_batch or choice.micro_batch * part.count
     accumulation = accumulation_steps(global_batch, choice.micro_batch, part.count)
     order = data.order(global_batch, config.seed)
@@ -258,7 +228,6 @@ def prepare(
     if config.epochs is not None:
         steps = max(1, math.ceil(config.epochs * data.size() / global_batch))
 
-    steps_of(config.trace, steps)  # raises before anything slow begins
     no_decay = names_without_decay(model)
     by_muon = hidden_matrices(model) if TRAINED[config.optimizer].rest else None
     try:
@@ -272,7 +241,13 @@ def prepare(
         refuse_unmergeable(model)
     if config.compile:
         compile_blocks(model)
-    optimizer = _optimizer(config, model, no_decay, by_muon, ranks)
+    groups = parameter_groups(model.named_parameters(), no_decay, config.weight_decay, by_muon)
+    if not groups:
+        raise TrainError(
+            f"--model {config.model} has no parameter that requires a gradient: there is nothing to"
+            " train."
+        )
+    optimizer = optimizers.make(config, groups, ranks.device.type)
     scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
     # Everything drawn before this line is the same on all ranks; from here on dropout differs, but
     # between ranks that compute with the same samples
@@ -344,51 +319,6 @@ def _with_global_batch(
     return config.model_copy(update={"global_batch": global_batch, "micro_batch": micro_batch})
 
 
-def _choice(
-    config: TrainConfig, ranks: Ranks, model: nn.Module, free: int, note: Callable[[str], None]
-) -> Choice:
-    """Return the first rank's choice, on every rank. Collective."""
-    job = {
-        "seq": config.seq,
-        "micro_batch": 0 if config.micro_batch == "auto" else config.micro_batch,
-        "global_batch": config.global_batch or 0,
-        "precision": config.precision,
-        "checkpointing": config.activation_checkpointing,
-        "offload": "none",
-        "optimizer": optimizers.planned_as(config),
-    }
-    asked = Asked(
-        config.stage,
-        Job.of({**job, **config.arguments()}, "onefold train"),
-        ranks.world_size,
-        ranks.local_world_size,
-        free,
-        ranks.device.type,
-        config.tp,
-        config.ep,
-    )
-    note("planning: what each stage would hold")
-    return ranks.on_first(lambda: choose(model, asked))
-
-
-def _optimizer(
-    config: TrainConfig,
-    model: nn.Module,
-    no_decay: frozenset[str],
-    by_muon: frozenset[str] | None,
-    ranks: Ranks,
-) -> torch.optim.Optimizer:
-    named = list(model.named_parameters())
-    groups = parameter_groups(named, no_decay, config.weight_decay, by_muon)
-    if not groups:
-        raise TrainError(
-            f"--model {config.model} has no parameter that requires a gradient: there is nothing to"
-            " train."
-        )
-    made: torch.optim.Optimizer = optimizers.make(config, groups, ranks.device.type)
-    return made
-
-
 def _data(config: TrainConfig, tokenizer: Any, ranks: Ranks, note: Callable[[str], None]) -> Data:
     """Return the data, whose tokens the first rank writes into a folder. Collective."""
     root = config.data_cache or (config.output and os.path.join(config.output, "tokens"))
@@ -401,27 +331,19 @@ def _data(config: TrainConfig, tokenizer: Any, ranks: Ranks, note: Callable[[str
     )  # fmt: skip
 
 
-def _check_packing(config: TrainConfig, loaded: Loaded, data: Data) -> None:
-    """Raise TrainError if --pack documents cannot work with this data or model."""
-    if config.pack != "documents":
-        return
-    if not data.samples.apart:
+def _check_model(config: TrainConfig, loaded: Loaded, data: Data) -> None:
+    """Raise TrainError if the model does not go with its tokenizer, or with --pack documents."""
+    size = getattr(getattr(loaded.module, "config", None), "vocab_size", None)
+    tokens = len(loaded.tokenizer or ())
+    if isinstance(size, int) and tokens > size:
         raise TrainError(
-            f"--pack documents is about rows of text, and --data {config.data} holds conversations,"
-            " each a sample of its own: leave it out."
+            f"the tokenizer has {tokens} tokens, the model {loaded.name} only"
+            f" {size}: they do not belong together; choose another --tokenizer."
         )
     takes = inspect.signature(loaded.module.forward).parameters
-    if not loaded.is_transformers or "position_ids" not in takes:
+    fits = data.samples.apart and loaded.is_transformers and "position_ids" in takes
+    if config.pack == "documents" and not fits:
         raise TrainError(
-            f"--pack documents needs a transformers model that takes position_ids;"
-            f" {type(loaded.module).__name__} does not: leave it out."
-        )
-
-
-def _check_vocabulary(loaded: Loaded) -> None:
-    size = getattr(getattr(loaded.module, "config", None), "vocab_size", None)
-    if loaded.tokenizer is not None and isinstance(size, int) and len(loaded.tokenizer) > size:
-        raise TrainError(
-            f"the tokenizer has {len(loaded.tokenizer)} tokens, the model {loaded.name} only"
-            f" {size}: they do not belong together; choose another --tokenizer."
+            "--pack documents needs rows of text (conversations are samples of their own anyway) and a"
+            " transformers model that takes position_ids: leave it out."
         )

@@ -1,21 +1,19 @@
-"""What the user sees of a run, and what the run writes for `onefold report`.
+"""What a run shows, writes and leaves for `onefold report`.
 
-Reporter          prints nothing: for ranks other than the first
-JsonReporter      --json: one object per line
-ConsoleReporter   a progress bar in a terminal, plain lines elsewhere
+    Reporter    tells events to its listeners: Console or json_lines, Metrics, tensorboard; those of the first rank
+    Window      records steps: one for the report, or those that --trace names
+    describe    what was chosen and why
+    observe     writes this rank's ledgers into the output folder
 
 event        values
 note         text: something is being done, or was done in an unexpected way
 plan         what was chosen and why, before the first step (`describe`)
+resumed      the step that this start goes on from, its ranks and stage
 step         figures of one step
 alert        text: something needs attention, such as a skipped step
 checkpoint   one is complete: step, path, seconds, and stall_s, the seconds that training waited for it
 done         the run is over and saved
 error        the run failed (--json only)
-
-Window       records steps: one for the report, or those that --trace names
-describe     what was chosen and why
-observe      writes this rank's ledgers into the output folder
 """
 
 from __future__ import annotations
@@ -24,33 +22,46 @@ import contextlib
 import json
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from rich import progress as rich
-from rich.console import Console
+from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 import onefold
+from onefold.observe.meter import flat
 from onefold.observe.runfile import write_observed
 from onefold.observe.trace import Recording, measured, record
+from onefold.reading import parse_json
 from onefold.recipe.core import NODES
 from onefold.train.optimizers import peak_lr, rates
-from onefold.train.prepare import steps_of
-from onefold.wording import readable
+from onefold.wording import TrainError, readable
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
 
+Row = dict[str, Any]
+Listener = Callable[[str, Row], object]
+#: The step (from 0) that is recorded by default. Earlier steps also build optimizer states and
+#: record the order of units.
+RECORDED = 3
+
 
 class Reporter:
-    """Prints nothing."""
+    """Tells what happens to those who show or keep it. Without listeners it tells nobody."""
+
+    def __init__(self, *listeners: Listener) -> None:
+        self.listeners = list(listeners)
 
     def say(self, event: str, **values: Any) -> None:
         """See the table above."""
+        for listener in self.listeners:
+            listener(event, values)
 
     def note(self, text: str) -> None:
         self.say("note", text=text)
@@ -58,99 +69,146 @@ class Reporter:
     def alert(self, text: str) -> None:
         self.say("alert", text=text)
 
-    def close(self) -> None:
-        """Leave the terminal as it was."""
+
+def json_lines(event: str, values: Row) -> None:
+    """Print one JSON object per line, with the key "event"."""
+    print(json.dumps({"event": event, **values}), flush=True)
 
 
-class JsonReporter(Reporter):
-    """Prints one JSON object per line on stdout, with the key "event"."""
+class Metrics:
+    """The metrics file: a JSON object for each step, each start from a checkpoint and the end, written
+    at once. A run goes on without it: if the disk takes nothing, `alert` is told, once, and the file
+    keeps whole lines.
 
-    def say(self, event: str, **values: Any) -> None:
-        print(json.dumps({"event": event, **values}), flush=True)
+    Args:
+        after: keep the file's rows up to this step and append to them; None begins a new file.
+    """
+
+    def __init__(
+        self, path: Path, alert: Callable[[str], object], after: int | None = None
+    ) -> None:
+        self.path, self.alert, self.failed = path, alert, False
+        if after is not None and path.is_file():
+            self._keep(after)
+        self._file = path.open("wb" if after is None else "ab", buffering=0)
+
+    def __call__(self, event: str, values: Row) -> None:
+        if event not in ("step", "resumed", "done"):
+            return
+        line, begin = memoryview(json.dumps(values).encode() + b"\n"), self._file.tell()
+        try:
+            while line:
+                line = line[self._file.write(line) :]
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(begin)
+                self._file.seek(begin)
+            if not self.failed:
+                self.failed = True
+                self.alert(
+                    f"{self.path} cannot be written ({error.strerror or error}): the training goes on,"
+                    " and rows are missing there. Free space on that disk, or checkpoints will fail"
+                    " too."
+                )
+
+    def _keep(self, after: int) -> None:
+        kept = []
+        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):  # a run was killed while it wrote
+                row = parse_json(line)
+                if not row.get("done") and row.get("step", row.get("from_step", 0)) <= after:
+                    kept.append(line + "\n")
+        aside = self.path.with_name(self.path.name + ".unfinished")
+        try:
+            aside.write_text("".join(kept), encoding="utf-8")
+            aside.replace(self.path)
+        finally:
+            aside.unlink(missing_ok=True)
 
 
-class ConsoleReporter(Reporter):
+def tensorboard(folder: Path, after: int | None) -> Listener:
+    """Return who writes the figures of steps for TensorBoard. Steps beyond `after` are void."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    board = SummaryWriter(str(folder), purge_step=None if after is None else after + 1)
+
+    def draw(event: str, values: Row) -> None:
+        for name, value in flat(values).items() if event == "step" else ():
+            board.add_scalar(name.replace(" ", "_"), value, values["step"])
+        if event == "done":
+            board.close()
+
+    return draw
+
+
+class Console:
     """Prints for people: a table, then a bar in a terminal, else a line a step."""
 
-    def __init__(self, console: Console | None = None) -> None:
-        self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    def __init__(self) -> None:
+        self.console = RichConsole(highlight=False, soft_wrap=not sys.stdout.isatty())
         self._bar: rich.Progress | None = None
-        self._steps = 0
-        self._held_out: dict[str, Any] = {}
-        self._borders = ""
+        self._shown: Row = {}
+        self._plan: Row = {}
 
-    def say(self, event: str, **values: Any) -> None:
-        getattr(self, f"_{event}")(values)
+    def __call__(self, event: str, values: Row) -> None:
+        styles = {"note": "dim", "alert": "yellow"}
+        if event in styles:
+            self.console.print(escape(values["text"]), style=styles[event])
+        elif event == "plan":
+            self._begin(values)
+        elif event == "step":
+            self._step(values)
+        elif event == "checkpoint":
+            took = f"{values['seconds']:.1f} s, {values['stall_s']:.2f} s of them waited for"
+            self("note", {"text": f"checkpoint {values['path']} in {took}"})
+        elif event == "done":
+            self._done(values)
 
     def close(self) -> None:
+        """Leave the terminal as it was."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def _note(self, note: dict[str, Any]) -> None:
-        self.console.print(f"[dim]{escape(note['text'])}[/dim]")
-
-    def _alert(self, alert: dict[str, Any]) -> None:
-        self.console.print(f"[yellow]{escape(alert['text'])}[/yellow]")
-
-    def _plan(self, plan: dict[str, Any]) -> None:
-        self._steps, self._borders = plan["steps"], plan["borders"]
+    def _begin(self, plan: Row) -> None:
+        self._plan = plan
         facts = Table.grid(padding=(0, 2))
-        micro, ranks, times = plan["micro_batch"], plan["data_ranks"], plan["accumulation"]
-        kind = "ranks" if ranks == plan["ranks"] else "data-parallel ranks"
-        batch = f"{micro} x {ranks} {kind} x {times} accumulated"
-        for label, value in (
-            ("model", f"{plan['model']}, {plan['parameters']:,} parameters ({plan['trained']:,} trained)"),
-            ("data", f"{plan['data']}: {plan['samples']:,} sequences of up to {plan['seq']} tokens, {plan['held_out']:,} held out"),
-            ("axes", plan["axes"]),
-            ("ranks", f"{plan['ranks']} on {plan['device']} over {plan['backend']}, {plan['threads']} threads each"),
-            ("batch", f"{plan['global_batch']} sequences a step = {batch}"),
-            ("length", f"{plan['steps']} steps, {plan['epochs']:.2f} epochs, {plan['schedule']}"),
-            ("stage", plan["reason"]),
-            ("output", plan["output"]),
+        kind = "ranks" if plan["data_ranks"] == plan["ranks"] else "data-parallel ranks"
+        needed = ", ".join(f"stage {s}: {readable(n)}" for s, n in plan["needed"].items())
+        for label, text in (
+            ("model", "{model}, {parameters:,} parameters ({trained:,} trained)"),
+            ("data", "{data}: {samples:,} sequences of up to {seq} tokens, {held_out:,} held out"),
+            ("axes", "{axes}"),
+            ("ranks", "{ranks} on {device} over {backend}, {threads} threads each"),
+            ("batch", f"{{global_batch}} sequences a step = {{micro_batch}} x {{data_ranks}} {kind} x {{accumulation}} accumulated"),
+            ("length", "{steps} steps, {epochs:.2f} epochs, {schedule}"),
+            ("stage", "{reason}"),
+            ("at peak", f"{needed}, of {readable(plan['available'])} a rank may use"),
+            ("output", "{output}"),
         ):  # fmt: skip
-            if value != "":
-                facts.add_row(f"[bold]{label}[/bold]", escape(str(value)))
+            if said := text.format_map(plan):
+                facts.add_row(f"[bold]{label}[/bold]", escape(said))
         self.console.print(facts)
-        stages = Table(
-            *(Column(name, justify="right") for name in ("stage", "needed", "may use")), "",
-            title="a rank would hold at peak", title_justify="left", box=None, padding=(0, 2),
-        )  # fmt: skip
-        for stage, needed in plan["needed"].items():
-            mark = "" if needed <= plan["available"] else "does not fit"
-            mark = "<- chosen" if int(stage) == plan["stage"] else mark
-            stages.add_row(stage, readable(needed), readable(plan["available"]), mark)
-        self.console.print(stages)
         self.console.print(escape(plan["recipe"]), style="dim")
 
-    def _step(self, row: dict[str, Any]) -> None:
+    def _step(self, row: Row) -> None:
+        # A held-out loss stays in sight until the next one
+        kept = {name: self._shown[name] for name in ("eval_loss",) if name in self._shown}
+        self._shown = {**(kept if self.console.is_terminal else {}), **row}
+        figures = _figures(self._shown, self._plan["borders"])
         if not self.console.is_terminal:
-            said = _figures(row, self._borders)
-            self.console.print(f"step {row['step']}/{self._steps}  {said}")
+            self.console.print(f"step {row['step']}/{self._plan['steps']}  {figures}")
             return
         if self._bar is None:
-            figures = rich.TextColumn("{task.fields[figures]}")
-            columns = (
-                rich.BarColumn(bar_width=20),
-                rich.MofNCompleteColumn(),
-                rich.TimeRemainingColumn(),
-            )
-            self._bar = rich.Progress(rich.SpinnerColumn(), *columns, figures, console=self.console)
-            self._bar.add_task("train", total=self._steps, figures="")
+            self._bar = rich.Progress(
+                rich.SpinnerColumn(), rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(),
+                rich.TextColumn("{task.fields[figures]}"), console=self.console,
+            )  # fmt: skip
+            self._bar.add_task("train", total=self._plan["steps"], figures="")
             self._bar.start()
-        if "eval_loss" in row:  # stays in sight until the next one
-            self._held_out = {"eval_loss": row["eval_loss"]}
-        self._bar.update(
-            self._bar.task_ids[0],
-            completed=row["step"],
-            figures=_figures({**self._held_out, **row}, self._borders),
-        )
+        self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=figures)
 
-    def _checkpoint(self, row: dict[str, Any]) -> None:
-        took = f"{row['seconds']:.1f} s, {row['stall_s']:.2f} s of them waited for"
-        self._note({"text": f"checkpoint {row['path']} in {took}"})
-
-    def _done(self, row: dict[str, Any]) -> None:
+    def _done(self, row: Row) -> None:
         self.close()
         verb = f"stopped ({row['why']})" if row["stopped"] else "done"
         first, last = row["first_loss"], row["last_loss"]
@@ -159,47 +217,45 @@ class ConsoleReporter(Reporter):
             f"[bold]{verb}[/bold] after {row['steps']} steps in {row['seconds']:.0f} s:"
             f" {losses}peak memory {readable(row['memory_peak'])} a rank"
         )
-        kept = [f"{row['model_kind']} {row['model']}"] if row["model"] else []
-        kept += [f"checkpoint {row['checkpoint']}"] if row["checkpoint"] else []
-        kept += [row["metrics"]] if row["metrics"] else []
-        self.console.print(f"saved {escape(', '.join(kept) or 'nothing')}")
+        kinds = {"model": f"{row['model_kind']} ", "checkpoint": "checkpoint ", "metrics": ""}
+        kept = [f"{kind}{row[name]}" for name, kind in kinds.items() if row[name]]
+        self.console.print(f"saved {escape(', '.join(kept))}")
 
 
-def _figures(row: dict[str, Any], borders: str) -> str:
-    parts = [f"loss {row['loss']:.3f}" if row["loss"] is not None else "loss not finite"]
-    if row.get("left_out"):
-        parts.append("left out")
-    if "eval_loss" in row:
-        parts.append(f"held-out {row['eval_loss']:.3f}")
-    parts.append(f"{row['tokens_per_s']:.0f} tokens/s")
-    parts.append(f"memory {readable(row['memory'])} (peak {readable(row['memory_peak'])})")
+def _figures(row: Row, borders: str) -> str:
     sent, between, plain = (row[f"wire_bytes{which}"] for which in ("", "_between", "_plain"))
     details = [f"{readable(between)} between {borders.partition(' ')[2]}"] if borders else []
     details += [f"{readable(plain)} without codecs"] if plain != sent else []
-    more = f" ({', '.join(details)})" if details else ""
-    parts.append(f"wire {readable(sent)}/step{more}")
-    return "  ".join(parts)
-
-
-def reporter(first: bool, json_lines: bool) -> Reporter:
-    """Return the reporter that this rank uses."""
-    if not first:
-        return Reporter()
-    return JsonReporter() if json_lines else ConsoleReporter()
+    parts = [
+        f"loss {row['loss']:.3f}" if row["loss"] is not None else "loss not finite",
+        "left out" if row.get("left_out") else "",
+        f"held-out {row['eval_loss']:.3f}" if "eval_loss" in row else "",
+        f"{row['tokens_per_s']:.0f} tokens/s",
+        f"memory {readable(row['memory'])} (peak {readable(row['memory_peak'])})",
+        f"wire {readable(sent)}/step" + (f" ({', '.join(details)})" if details else ""),
+    ]
+    return "  ".join(filter(None, parts))
 
 
 class Window:
-    """Records the run's steps from `first` to `last` and stores the recording in the run."""
+    """Records the run's steps from `first` to `last` and stores the recording in the run.
+    Raises TrainError if --trace names steps that the run does not have.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run = run
-        self.first, self.last = steps_of(run.config.trace, run.steps)
         # The first steps of this process build states and record orders, so count from its start
-        if run.config.trace is None and run.start:
-            self.first = self.last = min(run.start + self.first, run.steps - 1)
+        self.first = self.last = min(run.start + RECORDED, run.steps - 1)
+        if run.config.trace is not None:
+            first, _, last = run.config.trace.partition(":")
+            self.first, self.last = int(first) - 1, int(last or first) - 1
+            if not 0 <= self.first <= self.last < run.steps:
+                raise TrainError(
+                    f"--trace {run.config.trace}: the run has steps 1 to {run.steps}, and FROM is at"
+                    " most TO."
+                )
         self._stack = contextlib.ExitStack()
         self._recording: Recording | None = None
-        self._whole = 0
 
     def is_near(self, step: int) -> bool:
         """Whether `step` is being recorded, or is the one before the first recorded step.
@@ -213,15 +269,14 @@ class Window:
             seen = record(self.run.model, self.run.optimizer, activations=True)
             self._recording = self._stack.enter_context(seen)
 
-    def end(self, step: int, over: bool, whole: bool = True) -> None:
-        """Tell that `step` has ended. `whole`: its update was applied. A window without any applied
-        update moves on to the next step.
+    def end(self, step: int, over: bool) -> None:
+        """Tell that `step` has ended. A window in which the optimizer has not stepped moves on to the
+        next step.
         """
-        self._whole += whole and self._recording is not None
         if self._recording is not None and (step >= self.last or over):
             self._stack.close()
             recording, self._recording = self._recording, None
-            if not self._whole:
+            if not recording.steps:
                 self.first = self.last = step + 1
                 return
             self.run.recording = recording
@@ -232,84 +287,62 @@ class Window:
         self._recording = None
         self._stack.close()
 
-    def write(self, folder: Path) -> Path | None:
-        """Write this rank's trace, if the run was asked for one."""
-        config = self.run.config
-        if self.run.recording is None or config.trace is None:
-            return None
-        return self.run.recording.write_chrome(folder / f"trace-rank{self.run.ranks.rank}.json")
 
-
-def describe(run: Run) -> dict[str, Any]:
+def describe(run: Run) -> Row:
     """Return what was chosen and why, ready for JSON."""
-    config, choice, ranks = run.config, run.choice, run.ranks
-    rows = ("parameters", "gradients", "optimizer")
+    config, choice, ranks, order = run.config, run.choice, run.ranks, run.order
+    planned, rows = choice.planned, ("parameters", "gradients", "optimizer")
+    mesh = planned is not None and choice.predicted is None
+    groups = run.optimizer.param_groups
+    peaks = rates({**group, "lr": peak_lr(config, group)} for group in groups)
+    said = ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in peaks.items())
     return {
+        **{name: getattr(config, name) for name in ("seq", "precision", "output")},
+        **{name: getattr(choice, name) for name in ("stage", "reason", "available", "micro_batch")},
+        **{name: getattr(run, name) for name in ("trained", "steps", "accumulation")},
         "model": run.loaded.name,
         "parameters": run.trained + run.frozen,
-        "trained": run.trained,
         "data": run.data.name,
         "samples": run.data.size(),
         "held_out": run.data.size(held_out=True),
         "ranks": ranks.world_size,
         "data_ranks": run.part.count,
-        "axes": str(choice.mesh.scheme.degrees) if choice.mesh is not None else "",
-        "device": str(ranks.device.type),
+        "axes": str(planned.scheme.degrees) if planned is not None and mesh else "",
+        "device": ranks.device.type,
         "backend": ranks.backend,
         "threads": torch.get_num_threads(),
-        "stage": choice.stage,
-        "reason": choice.reason,
         "needed": {str(stage): size for stage, size in choice.needed.items()},
-        "available": choice.available,
         "predicted": choice.predicted.to_json() if choice.predicted else None,
-        "mesh": choice.mesh.to_json() if choice.mesh is not None else None,
+        "mesh": planned.to_json() if planned is not None and mesh else None,
         "notes": list(choice.notes),
         "recipe": run.recipe.describe(),
         "tiers": {row: getattr(run.recipe, row).tier.value for row in rows},
         "wires": config.arguments(NODES),
         "borders": onefold.engine_of(run.model).group.borders,
-        "precision": config.precision,
-        "micro_batch": choice.micro_batch,
-        "global_batch": run.order.global_batch,
-        "accumulation": run.accumulation,
-        "seq": config.seq,
-        "steps": run.steps,
-        "epochs": run.steps * run.order.global_batch / run.data.size(),
-        "schedule": f"{_peaks(run)}, {config.schedule}",
-        "output": config.output,
+        "global_batch": order.global_batch,
+        "epochs": run.steps * order.global_batch / run.data.size(),
+        "schedule": f"{said}, {config.schedule}",
     }
 
 
-def _peaks(run: Run) -> str:
-    """Return the peak learning rates in words."""
-    groups = run.optimizer.param_groups
-    peaks = rates({**group, "lr": peak_lr(run.config, group)} for group in groups)
-    return ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in peaks.items())
-
-
-def observe(run: Run, folder: Path, rows: list[dict[str, Any]]) -> None:
+def observe(run: Run, folder: Path, rows: list[Row]) -> None:
     """Write this rank's ledgers into the output folder, for `onefold report`."""
     if run.measured is None or not rows:
         return
-    later = rows[1:] or rows
-    shares = [row["mfu"] for row in later if row.get("mfu") is not None]
-    step_s = statistics.median(row["step_ms"] for row in later) / 1000
-    account = replace(
-        run.measured,
-        seconds={**run.measured.seconds, "step": step_s},
-        tokens_per_s=statistics.median(row["tokens_per_s"] for row in later),
-        mfu=statistics.median(shares) if shares else None,
-    )
-    facts = {k: v for k, v in describe(run).items() if isinstance(v, str | int | float) and v != ""}
-    for name in ("recipe", "borders"):
-        facts.pop(name, None)
+    later, measured = rows[1:] or rows, run.measured
+
+    def median(name: str) -> float | None:
+        found = [row[name] for row in later if row.get(name) is not None]
+        return statistics.median(found) if found else None
+
+    seconds = {**measured.seconds, "step": (median("step_ms") or 0.0) / 1000}
+    rate = median("tokens_per_s") or 0.0
+    account = replace(measured, seconds=seconds, tokens_per_s=rate, mfu=median("mfu"))
+    shown = {
+        name: value for name, value in describe(run).items() if name not in ("recipe", "borders")
+    }
+    facts = {k: v for k, v in shown.items() if isinstance(v, str | int | float) and v != ""}
     write_observed(
-        folder,
-        run.ranks.rank,
-        run.ranks.world_size,
-        account,
-        recipe=run.recipe,
-        plan=run.choice.predicted,
-        step=run.recording,
-        facts=facts,
-    )
+        folder, run.ranks.rank, run.ranks.world_size, account,
+        recipe=run.recipe, plan=run.choice.predicted, step=run.recording, facts=facts,
+    )  # fmt: skip

@@ -18,31 +18,44 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import onefold
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import FULL
 from onefold.comm import StallError
-from onefold.observe.meter import flat
+from onefold.models.build import quiet_transformers
+from onefold.models.names import kind_of, precision_of
+from onefold.observe.memory import resident_memory
 from onefold.offload.nvme import TierError
+from onefold.pretrained.adapters import export_merged, save_adapters
+from onefold.pretrained.export import export as export_model
 from onefold.processes.claim import Claim, cannot_be_written
 from onefold.processes.peers import Peer, PeerMonitor
 from onefold.processes.ranks import Ranks, join, leave
 from onefold.processes.signals import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
+from onefold.recipe import COMPUTE_DTYPES, Tier
 from onefold.train import checkpoints
-from onefold.train.checkpoints import changed, restarts
+from onefold.train.checkpoints import Keeper, changed, restarts
 from onefold.train.config import TrainConfig
-from onefold.train.keeper import Keeper, check_time, started_at
-from onefold.train.loop import Row, train
-from onefold.train.memory_error import explain, is_out_of_memory
-from onefold.train.output import METRICS, Metrics, with_output, write_config
+from onefold.train.loop import train
+from onefold.train.output import METRICS, with_output, write_config
 from onefold.train.prepare import Run, prepare
-from onefold.train.report import JsonReporter, Reporter, Window, describe, observe, reporter
-from onefold.train.results import MERGED, export
-from onefold.wording import TrainError, few, seconds_of
+from onefold.train.report import (
+    Console,
+    Metrics,
+    Reporter,
+    Row,
+    Window,
+    describe,
+    json_lines,
+    observe,
+    tensorboard,
+)
+from onefold.wording import TrainError, few, readable, seconds_of
 
 #: Seconds that a rank gets to end by itself after another has gone. They include the 3 s for which
 #: a collective's error waits for the other ranks' notes.
@@ -52,6 +65,15 @@ PATIENCE = 5.0
 LINGER = 5.0
 #: Options that each machine sets for itself.
 OF_A_MACHINE = ("nproc", "device", "grace", "max_restarts")
+#: Folder in OUTPUT that --merge writes.
+MERGED = "merged"
+#: Parts of the messages with which torch and Python report a failed allocation, in lower case.
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "not enough memory",
+    "cannot allocate memory",
+)
 
 
 class Rank:
@@ -60,8 +82,7 @@ class Rank:
     Attributes:
         stop: what this process was asked. peers: notices that a rank has gone; None for a single
             rank, or if not all ranks can connect to rank 0.
-        doing: what this rank is doing, for messages. otherwise: a sentence about ranks that were
-            given other options, "" if there are none.
+        doing: what this rank is doing, for messages.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -72,26 +93,22 @@ class Rank:
         self.stop.last_words = self._tell_who_has_gone
         self.peers: PeerMonitor | None = None
         self.doing = "joining the other ranks"
-        self.otherwise = ""
         self.run: Run | None = None
 
     def watch(self, ranks: Ranks) -> None:
         """Start to watch for ranks that go. Collective."""
-        self.peers = PeerMonitor.connect(ranks, self._one_has_gone)
+
+        def gone(peer: Peer) -> None:
+            end = threading.Timer(PATIENCE, lambda: self.fail(self._alone()))
+            end.daemon = True
+            end.start()
+
+        self.peers = PeerMonitor.connect(ranks, gone)
 
     def leave(self) -> None:
         """Leave in order: the other ranks no longer report this one as gone."""
         if self.peers is not None:
             self.peers.close()
-
-    def place(self) -> str:
-        """Say where this rank is, for messages."""
-        if self.run is None or self.doing != "training":
-            return "while " + self.doing
-        engine = onefold.engine_of(self.run.model)
-        unit = next((each.unit.name for each in reversed(engine.stack)), None)
-        where = f" of unit {unit!r}" if unit is not None else ""
-        return f"in the {engine.phase} pass{where}, step {engine.step_count + 1}"
 
     def fail(self, error: BaseException) -> None:
         """Report what went wrong, once per machine, and end this process."""
@@ -104,11 +121,20 @@ class Rank:
         sys.stderr.flush()
         if self.peers is not None and self.peers.gone:  # another rank is to blame: leave in order
             self.leave()
-        if self.run is not None:  # remove this rank's files from the disks
-            with contextlib.suppress(Exception):
+        if self.run is not None and threading.current_thread() is threading.main_thread():
+            with contextlib.suppress(Exception):  # remove this rank's files from the disks
                 onefold.engine_of(self.run.model).transfers.close()
         # Not sys.exit, which would wait for process groups with an operation under way
         os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
+
+    def _alone(self, why: str = "it cannot go on alone.") -> StallError:
+        """Say where this rank ends because another has gone."""
+        place = "while " + self.doing
+        if self.run is not None and self.doing == "training":
+            engine = onefold.engine_of(self.run.model)
+            unit = next((each.unit.name for each in reversed(engine.stack)), "(between units)")
+            place = f"in the {engine.phase} pass of unit {unit!r}, step {engine.step_count + 1}"
+        return StallError(f"rank {self.number} ends {place}: {why}")
 
     def _who_has_gone(self, error: BaseException) -> list[Peer]:
         """Return the ranks that have gone. Wait up to 1 s after an error that another rank may have
@@ -121,30 +147,16 @@ class Rank:
             time.sleep(0.02)
         return self.peers.gone
 
-    def _one_has_gone(self, peer: Peer) -> None:
-        end = threading.Timer(PATIENCE, self._end)
-        end.daemon = True
-        end.start()
-
     def _tell_who_has_gone(self) -> None:
         """Report which rank has gone, when torchrun ends this one perhaps because of it."""
         if self._who_has_gone(RuntimeError()) and self.stop.speak_first():
-            self._say(StallError(f"rank {self.number} ends {self.place()}."))
-
-    def _end(self) -> None:
-        """End this rank: another has gone, and this one is computing and has not noticed."""
-        if self.stop.speak_first():
-            self._say(StallError(f"rank {self.number} ends {self.place()}: it cannot go on alone."))
-        self.leave()  # another rank is to blame: leave in order
-        os._exit(1)
+            self._say(self._alone())
 
     def _say(self, error: BaseException) -> None:
         gone = self._who_has_gone(error)
         # Any other RuntimeError is, say, a write to the connection of the rank that has gone
         if gone and isinstance(error, RuntimeError) and not isinstance(error, StallError):
-            error = StallError(
-                f"rank {self.number} ends {self.place()}: {str(error).splitlines()[0][:200]}"
-            )
+            error = self._alone(str(error).splitlines()[0][:200])
         if isinstance(error, StallError) and self.run is not None and self.run.start:
             error = StallError(
                 f"{error}\nThis start went on from step {self.run.start}: the steps named above"
@@ -154,7 +166,9 @@ class Rank:
             error = TrainError(cannot_be_written(Path(str(self.config.output)), error))
         if self.config.json_lines:
             kind, names = type(error).__name__, [str(peer) for peer in gone]
-            JsonReporter().say("error", rank=self.number, kind=kind, message=str(error), gone=names)
+            json_lines(
+                "error", {"rank": self.number, "kind": kind, "message": str(error), "gone": names}
+            )
         who = "".join(f"{peer} has gone.\n" for peer in gone)
         if isinstance(error, TrainError | CheckpointError | StallError | TierError):
             print(f"{who}error: {error}", file=sys.stderr, flush=True)
@@ -171,17 +185,14 @@ def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
     try:
         ranks = join(config.device, config.stall_timeout)
         me.watch(ranks)
-        count = ranks.most(restarts())
-        restarted: bool = ranks.from_first(
-            count > 0 or checkpoints.made_since(config, started_at())
-        )
+        restarted = ranks.most(restarts()) > 0
+        unlike = ""
         if CONTROL not in os.environ:
             given = config
             config = ranks.on_first(lambda: with_output(given, restarted))
-            me.otherwise = otherwise(given, config, ranks)
-        if CONTROL not in os.environ:  # else the command holds it
-            claim = _claimed(config, ranks, claim)
-        code = _run(config, ranks, me, restarted)
+            unlike = otherwise(given, config, ranks)
+            claim = _claimed(config, ranks, claim)  # else the command holds it
+        code = _run(config, ranks, me, restarted, unlike)
         me.leave()
         leave()
         if claim is not None:
@@ -213,129 +224,85 @@ def otherwise(given: TrainConfig, taken: TrainConfig, ranks: Ranks) -> str:
     """Say which rank was told other options than the first, whose options hold; "" if none was.
     Collective.
     """
-    left_open = {*OF_A_MACHINE, "" if given.output is not None else "output"}
-    names = [name for name in TrainConfig.model_fields if name not in left_open]
-    differ = changed((name, getattr(given, name), getattr(taken, name)) for name in names)
+    names = TrainConfig.model_fields.keys() - {*OF_A_MACHINE, "" if given.output else "output"}
+    differ = changed((name, getattr(given, name), getattr(taken, name)) for name in sorted(names))
     said = [f"{text} (rank {rank})" for rank, text in enumerate(ranks.gather(differ)) if text]
     start = "not all ranks were told the same options; they follow rank 0: "
     return start + few(said, 3, "; ") if said else ""
 
 
-def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool) -> int:
-    assert config.output is not None
-    folder = Path(config.output)
-    begun = time.perf_counter()
+def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: str) -> int:
+    folder, begun, rows = Path(str(config.output)), time.perf_counter(), list[Row]()
     with contextlib.ExitStack() as stack:
-        say = reporter(ranks.is_first, config.json_lines)
-        stack.callback(say.close)
+        say = Reporter()
+        if ranks.is_first and config.json_lines:
+            say.listeners.append(json_lines)
+        elif ranks.is_first:
+            say.listeners.append(stack.enter_context(contextlib.closing(Console())))
         me.doing = "loading"
         point = ranks.on_first(lambda: checkpoints.find(config, restarted))
         run = me.run = prepare(config, ranks, say.note, point)
-        config = run.config
         notes = checkpoints.load(run, point) if point is not None else []
-        keeper = Keeper(run, folder, say)
-        if ranks.is_first:
-            write_config(config, folder, describe(run))
+        keeper, window = Keeper(run, folder, say), Window(run)
         say.say("plan", **describe(run))
-        for text in [*run.data.notes, *_about_starting(run, me), *notes, check_time(run)]:
+        again, most = restarts(), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+        if me.peers is None and ranks.world_size > 1:
+            notes.append(
+                "not all ranks can connect to rank 0: one that goes is noticed only by those that wait for it"
+            )
+        for text in (
+            *run.data.notes,
+            unlike,
+            f"restart {again} of at most {most}" if again else "",
+            *notes,
+        ):
             if text:
                 say.note(text)
         after = run.start if point is not None or restarted else None
-        log = stack.enter_context(contextlib.closing(Log(run, folder, say, after)))
+        if ranks.is_first:
+            write_config(run.config, folder, describe(run))
+            say.listeners.append(Metrics(folder / METRICS, say.alert, after))
+            if config.tensorboard:
+                say.listeners.append(tensorboard(folder / "tensorboard", after))
+        if after is not None:
+            facts = {"ranks": ranks.world_size, "stage": run.choice.stage, "restart": again}
+            say.say("resumed", resumed=True, from_step=run.start, **facts)
+
+        def report(row: Row) -> None:
+            rows.append(row)
+            say.say("step", **row)
+
         me.stop.arm()
         me.doing = "training"
-        done = _train(run, me, keeper, log, folder)
+        done = _train(run, me, keeper, report, window, say)
         me.doing = "saving the model"
-        _finish(run, me, keeper, log, folder, done, time.perf_counter() - begun)
+        try:
+            observe(run, folder, rows)
+        except OSError as error:
+            say.alert(f"the report's files cannot be written: {error.strerror or error}")
+        stopped, kind = done < run.steps or Stop.PREEMPT in run.stopped, None
+        if not stopped:
+            me.leave()  # the first rank may write for long, and finishes even if another rank goes
+            kind = export(run, folder / "model")
+            if kind == "adapters" and config.merge:
+                say.note(f"the whole model with its adapters: {folder / MERGED}")
+        losses = [row["loss"] for row in rows if row["loss"] is not None]
+        say.say(
+            "done", done=True, stopped=stopped, why=run.stopped.reason if stopped else "", steps=done,
+            seconds=time.perf_counter() - begun, first_loss=losses[0] if losses else None,
+            last_loss=losses[-1] if losses else None,
+            memory_peak=int(ranks.most(rows[-1]["memory_peak"] if rows else 0)),
+            model_kind=kind, model=str(folder / "model") if kind is not None else None,
+            checkpoint=str(keeper.path) if keeper.path is not None else None, metrics=str(folder / METRICS),
+        )  # fmt: skip
         keeper.close()
         return _exit_code(run, me)
 
 
-class Log:
-    """Sends rows to the metrics file, TensorBoard and the screen, and keeps this start's `rows`.
-    A run goes on without metrics: where they cannot be written, it says so, here and at its end.
-    """
-
-    def __init__(self, run: Run, folder: Path, say: Reporter, after: int | None) -> None:
-        first = run.ranks.is_first
-        self.say, self.rows, self.lost = say, list[Row](), 0
-        self.metrics = Metrics(folder / METRICS if first else Path(os.devnull), after)
-        self.board: Any = None
-        if run.config.tensorboard and first:
-            from torch.utils.tensorboard import SummaryWriter
-
-            void = None if after is None else after + 1  # of an earlier start
-            self.board = SummaryWriter(str(folder / "tensorboard"), purge_step=void)
-        if after is not None:
-            facts = {"ranks": run.ranks.world_size, "stage": run.choice.stage}
-            row = {"resumed": True, "from_step": run.start, **facts, "restart": restarts()}
-            self.attempt(self.metrics.write, row)
-
-    def row(self, row: Row) -> None:
-        """Write one step's figures."""
-        self.rows.append(row)
-        self.attempt(self.metrics.write, row)
-        if self.board is not None:
-            self.attempt(self._draw, row)
-        self.say.say("step", **row)
-
-    def _draw(self, row: Row) -> None:
-        for name, value in flat(row).items():
-            if name != "step":
-                self.board.add_scalar(name.replace(" ", "_"), value, row["step"])
-
-    def done(self, summary: Row) -> None:
-        """Tell that the run is over, and what is missing in its files."""
-        if not self.metrics.is_there:
-            self.say.alert(
-                f"{self.metrics.path} is gone: somebody removed it while the run went on."
-            )
-            summary["metrics"] = None
-        elif self.lost:
-            self.say.alert(f"{self.metrics.path} is not whole: {self.lost} writes failed.")
-        self.say.say("done", **summary)
-
-    def close(self) -> None:
-        for file in (self.metrics, self.board):
-            if file is not None:
-                self.attempt(file.close)
-
-    def attempt(self, write: Callable[..., None], *given: Any) -> None:
-        """Call `write`; where the disk takes nothing, say so once."""
-        try:
-            write(*given)
-        except OSError as error:
-            if not self.lost:
-                self.say.alert(
-                    f"metrics in {self.metrics.path.parent} cannot be written"
-                    f" ({error.strerror or error}): the training goes on without them. Free space on"
-                    " that disk, or checkpoints will fail too."
-                )
-            self.lost += 1
-
-
-def _about_starting(run: Run, me: Rank) -> list[str]:
-    """Return notes about this start: differing options, restarts, options without effect."""
-    config, launched, again = run.config, CONTROL not in os.environ, restarts()
-    most = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
-    told = {
-        me.otherwise: True,
-        f"restart {again} of at most {most}": bool(again),
-        "not all ranks can connect to rank 0: one that goes is noticed only by those that wait for it":
-            me.peers is None and run.ranks.world_size > 1,
-        "--max-restarts without --save-every: a restart begins again at the first step":
-            config.max_restarts and not config.save_every and not launched,
-        "--max-restarts: the launcher that started this rank decides that, so it does nothing here; give it to the launcher":
-            config.max_restarts and launched,
-    }  # fmt: skip
-    return [text for text, holds in told.items() if holds]
-
-
-def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
+def _train(run: Run, me: Rank, keeper: Keeper, report: Any, window: Window, say: Reporter) -> int:
     """Train, and write the trace if one was asked for. Returns how many steps are done."""
-    window = Window(run)
     try:
-        done = train(run, lambda: me.stop.asked, log.row, window, keeper, log.say.alert)
+        done = train(run, lambda: me.stop.asked, report, window, keeper, say.alert)
     except TrainError:  # raised on every rank: complete the checkpoint that is under way
         with contextlib.suppress(CheckpointError):
             keeper.wait()
@@ -347,43 +314,83 @@ def _train(run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path) -> int:
     finally:
         window.close()
     me.stop.disarm()
-    traced = window.write(folder)
-    if traced is not None:
-        log.say.note(f"trace: {traced} (one file a rank; open it in Perfetto)")
+    if run.config.trace is not None and run.recording is not None:
+        folder = Path(str(run.config.output))
+        traced = run.recording.write_chrome(folder / f"trace-rank{run.ranks.rank}.json")
+        say.note(f"trace: {traced} (one file a rank; open it in Perfetto)")
     return done
 
 
-def _finish(
-    run: Run, me: Rank, keeper: Keeper, log: Log, folder: Path, done: int, seconds: float
-) -> None:
-    """Write the model of a whole run, and the closing row. Collective."""
-    log.attempt(observe, run, folder, log.rows)
-    stopped = done < run.steps or Stop.PREEMPT in run.stopped
-    kind, model = None, folder / "model"
-    if not stopped:
-        me.leave()  # the first rank may write for long, and finishes even if another rank goes
-        kind = export(run, model)
-        if kind == "adapters" and run.config.merge:
-            log.say.note(f"the whole model with its adapters: {folder / MERGED}")
-    peak = run.ranks.most(log.rows[-1]["memory_peak"] if log.rows else 0)
-    losses = [row["loss"] for row in log.rows if row["loss"] is not None]
-    first = log.metrics.first
-    summary: Row = {
-        "done": True,
-        "stopped": stopped,
-        "why": run.stopped.reason if stopped else "",
-        "steps": done,
-        "seconds": seconds,
-        "first_loss": first["loss"] if first is not None else None,
-        "last_loss": losses[-1] if losses else None,
-        "memory_peak": int(peak),
-        "model_kind": kind,
-        "model": str(model) if kind is not None else None,
-        "checkpoint": str(keeper.path) if keeper.path is not None else None,
-        "metrics": str(folder / METRICS),
-    }
-    log.attempt(log.metrics.write, summary)
-    log.done(summary)
+def export(run: Run, folder: Path) -> str:
+    """Write the model to `folder`, and return the kind of what was written. Collective.
+
+    - A transformers model: in the Hugging Face format.
+    - A peft model: its adapters alone. With --merge, also the merged model, in a folder beside it.
+    - Any other model: safetensors with the names of its state dict.
+
+    Replaces an earlier folder once the new one is complete.
+    Raises CheckpointError on every rank if the folder cannot be written.
+    """
+    model: Any = run.loaded.module
+    # That of a folder's weights: the model keeps its size, and a later run on it has the same --precision
+    name, tokenizer = run.config.model, run.loaded.tokenizer
+    known = precision_of(name) if kind_of(name) in ("folder", "hub") else None
+    dtype = COMPUTE_DTYPES.get(known or "")
+    ours = not run.loaded.is_transformers
+    if not ours:
+        model.config.use_cache = True
+    if getattr(model, "peft_config", None):
+        save_adapters(run.model, folder, overwrite=True)
+        if run.config.merge:
+            merged = folder.with_name(MERGED)
+            export_merged(run.model, merged, dtype, tokenizer=tokenizer, overwrite=True)
+        return "adapters"
+    with contextlib.nullcontext() if ours else quiet_transformers():
+        export_model(run.model, folder, dtype or "master", tokenizer=tokenizer, overwrite=True)
+    return "safetensors" if ours else "Hugging Face model"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error is an allocation that failed, on a device or the host."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(
+        word in str(error).lower() for word in _OUT_OF_MEMORY
+    )
+
+
+def explain(run: Run, error: BaseException) -> TrainError:
+    """Return the error for an allocation that failed in this run's loop: what was held where, and
+    which options need less, the cheapest first.
+    """
+    engine, config, choice, recipe = (
+        onefold.engine_of(run.model),
+        run.config,
+        run.choice,
+        run.recipe,
+    )
+    unit, phase = engine.passes.raised_in or ("(between units)", engine.phase)
+    held = ", ".join(f"{name} {readable(n)}" for name, n in engine.memory.now().items())
+    planned = choice.predicted
+    expected = f", planned at most {readable(planned.peak_bytes)}" if planned is not None else ""
+    on_cpu = run.ranks.device.type == "cpu"
+    helps = {
+        f"--micro-batch {choice.micro_batch // 2} (with --global-batch {run.order.global_batch} the batch stays the same)":
+            choice.micro_batch > 1,
+        "--activation-checkpointing full": config.activation_checkpointing == "none",
+        f"--stage {choice.stage + 1}": choice.stage < 3 and run.ranks.world_size > 1,
+        "--precision bf16": config.precision == "fp32",
+        "--offload-optimizer cpu": not on_cpu and recipe.optimizer.tier is Tier.DEVICE,
+        "--offload-optimizer nvme --nvme FOLDER": recipe.optimizer.tier is not Tier.NVME,
+        "--offload-activations cpu": not on_cpu and recipe.offload_activations is None,
+        "fewer tokens (--seq), more ranks, or a smaller model": True,
+    }  # fmt: skip
+    return TrainError(
+        f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"
+        f" {engine.step_count + 1}): {str(error).splitlines()[0][:160]}\nThe engine held"
+        f" {held or 'nothing'}; the process {readable(resident_memory()[0])}{expected}.\nTo change:"
+        f" {', '.join(advice for advice, would_help in helps.items() if would_help)}."
+    )
 
 
 def _exit_code(run: Run, me: Rank) -> int:
