@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 
 from onefold.data.order import BLOCK, HELD_OUT, DataOrder, Part, Permutation, parts_of
 from onefold.data.samples import eval_batches
-from onefold.train.early import accumulation_steps
-from onefold.wording import TrainError
 
 sizes = st.tuples(
     st.integers(1, 50), st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(0, 30)
@@ -100,14 +98,6 @@ def test_steps_can_be_asked_for_in_any_order() -> None:
     order = DataOrder([Part(0, 10)], 4, seed=1)
     forwards = [order.at(step).tolist() for step in range(8)]
     assert [order.at(step).tolist() for step in reversed(range(8))] == forwards[::-1]
-
-
-def test_a_global_batch_that_cannot_be_cut_names_those_that_can() -> None:
-    with pytest.raises(TrainError, match=r"global-batch 10 .* use 8 or 12"):
-        accumulation_steps(10, micro_batch=2, world_size=2)
-    with pytest.raises(TrainError, match=r"use 4, or another"):
-        accumulation_steps(3, micro_batch=2, world_size=2)
-    assert accumulation_steps(12, micro_batch=2, world_size=2) == 3
 
 
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.integers(1, 4))

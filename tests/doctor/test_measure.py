@@ -18,23 +18,19 @@ from ranks import run_ranks
 TINY = Sizes(64, 1 << 16, 1 << 16, 1 << 10, 64, 16)
 
 
-def measured_on_a_rank() -> tuple[dict[str, Any], list[str]]:
-    said: list[str] = []
+def measured_on_a_rank() -> dict[str, Any]:
     dist = torch.distributed
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     control = dist.group.WORLD if size > 1 else None
     here = Ranks(rank, size, rank, size, torch.device("cpu"), "gloo", control)
-    return measure(here, TINY, said.append), said
+    return measure(here, TINY)
 
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_ranks_measure_together_and_agree(count: int) -> None:
-    first, *others = run_ranks(count, measured_on_a_rank)
-    found, said = first
-    assert "matrix products" in said and ("gathers" in said) == (count > 1)
-    assert all(silence == [] for _, silence in others)
+    found, *others = run_ranks(count, measured_on_a_rank)
     # Every rank knows the seconds of the slowest
-    assert all(other["gpu"] == found["gpu"] for other, _ in others)
+    assert all(other["gpu"] == found["gpu"] for other in others)
     assert found["gpu"].keys() == {"attainable", "fp32", "bf16", "memory_bandwidth", "link"}
     assert all(value > 0 for value in found["gpu"].values())
     assert found["kernel_share"] > 0 <= found["hop_seconds"] and 0 <= found["contention"] <= 1

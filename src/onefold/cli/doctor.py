@@ -52,8 +52,10 @@ def doctor_command(
     figures. With --check see whether Onefold is right here: alone it starts ranks of its own, under
     torchrun it takes part with the launcher's. Exit status 1 if a check failed.
     """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
     from onefold.doctor.facts import facts
-    from onefold.doctor.ranks import MeasurementError, Stopped
+    from onefold.doctor.ranks import MeasurementError
     from onefold.train.config import resolve
     from onefold.train.launch import ranks_to_start
 
@@ -70,8 +72,8 @@ def doctor_command(
         if check:
             return _check(found, ranks, as_json, file)
         return _calibration(found, calibrate, as_json, output, ranks, disk)
-    except Stopped as stop:
-        stopped(stop.number, "measured", as_json)
+    except SignalException as stop:
+        stopped(stop.sigval, "measured", as_json)
     except MeasurementError as error:
         refuse(error, as_json, code=1)
 
@@ -124,9 +126,9 @@ def _calibration(
 
         from onefold.doctor.calibrate import measure_machine
 
-        with Console(stderr=True, quiet=as_json).status("measuring") as status:
+        with Console(stderr=True, quiet=as_json).status("measuring: about a minute"):
             where = disk or Path.cwd()
-            known = measure_machine(found, ranks or found["ranks"], where, path, status.update)
+            known = measure_machine(found, ranks or found["ranks"], where, path)
     else:
         try:
             known = Calibration.load(path)

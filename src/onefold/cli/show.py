@@ -56,19 +56,14 @@ def show(as_json: bool, event: str, found: Mapping[str, Any]) -> None:
 def _text(name: str, value: Any) -> str:
     if value is None:
         return "–"
-    if name in ("bytes", "total", "free"):
-        return readable(value)
     if isinstance(value, Mapping):
         return ", ".join(f"{k} {_text(k, v)}" for k, v in value.items() if v not in (None, False))
     if isinstance(value, list | tuple):
         return few((_text(name, one) for one in value), MOST) or "none"
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return (
-        f"{value:,}"
-        if isinstance(value, int) and name in ("elements", "parameters")
-        else str(value)
-    )
+    if name in ("bytes", "total", "free"):
+        return readable(value)
+    form = ".6g" if isinstance(value, float) else "," * (name in ("elements", "parameters"))
+    return format(value, form) if form else str(value)
 
 
 def answered(command: Callable[..., int]) -> Callable[..., None]:

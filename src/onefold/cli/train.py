@@ -79,10 +79,9 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
         return launch(config)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: end if torchrun ends
         end_with_parent()
-    check_batch(config, int(os.environ["WORLD_SIZE"]))
     first = os.environ["RANK"] == "0"
     claim = Claim(Path(config.output)) if first and config.output is not None else None
-    config.check_recipe()
+    check_batch(config, int(os.environ["WORLD_SIZE"]))
     from onefold.train.worker import run_rank
 
     return run_rank(config, claim)

@@ -43,6 +43,15 @@ class ByteTokenizer:
     def __len__(self) -> int:
         return 257
 
+    is_fast = True
+
+    def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
+        """Tokenize a text, with the place of each token in it, or several."""
+        if isinstance(text, list):
+            return {"input_ids": [self.encode(one) for one in text]}
+        places = [(at, at + 1) for at, one in enumerate(text) for _ in one.encode("utf-8")]
+        return {"input_ids": self.encode(text), "offset_mapping": places}
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode("utf-8"))
 
@@ -108,16 +117,11 @@ def encode_with_spans(
     """Return (the tokens, for each token whether it starts inside a span); None if the tokenizer
     does not give positions.
     """
-    if isinstance(tokenizer, ByteTokenizer):
-        tokens = tokenizer.encode(text)
-        starts = [at for at, character in enumerate(text) for _ in character.encode("utf-8")]
-    elif getattr(tokenizer, "is_fast", False):
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-        tokens = list(encoded["input_ids"])
-        starts = [start for start, _ in encoded["offset_mapping"]]
-    else:
+    if not getattr(tokenizer, "is_fast", False):
         return None
-    return tokens, [any(a <= start < b for a, b in spans) for start in starts]
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    starts = (start for start, _ in found["offset_mapping"])
+    return list(found["input_ids"]), [any(a <= at < b for a, b in spans) for at in starts]
 
 
 def load_tokenizer(choice: str, own: Path | None) -> Tokenizer:

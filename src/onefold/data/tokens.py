@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from onefold.data.sources import Part, key_of, parts_of, refuse_two_kinds, rows_of
-from onefold.data.text import ByteTokenizer, Tokenizer, encode_chat
+from onefold.data.text import Tokenizer, encode_chat
 from onefold.wording import TrainError
 
 if TYPE_CHECKING:
@@ -202,19 +202,10 @@ def remove_abandoned(folder: Path) -> None:
 
 
 def encoded(tokenizer: Any, texts: list[str]) -> Iterator[npt.NDArray[np.int32]]:
-    """Yield the tokens of each text, without special tokens. Fast tokenizers get all texts in one
-    call.
-    """
-    if isinstance(tokenizer, ByteTokenizer):
-        for text in texts:
-            yield np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)
-    elif getattr(tokenizer, "is_fast", False):
-        found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
-        for ids in found["input_ids"]:
-            yield np.asarray(ids, np.int32)
-    else:
-        for text in texts:
-            yield np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    """Yield the tokens of each text, without special tokens. Tokenizers get all texts in one call."""
+    found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+    for ids in found["input_ids"]:
+        yield np.asarray(ids, np.int32)
 
 
 def _key(part: Part, field: str | None, tokenizer: Any) -> str:

@@ -7,7 +7,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,19 +24,16 @@ CHUNK, MOST = 4 << 20, 256 << 20
 LONGEST = 8.0
 
 
-def measure_machine(
-    found: dict[str, Any], ranks: int, disk: Path, path: Path, say: Callable[[str], None]
-) -> Calibration:
+def measure_machine(found: dict[str, Any], ranks: int, disk: Path, path: Path) -> Calibration:
     """Measure this machine with so many ranks and save the figures at `path`.
 
     Args:
         found: the result of `facts.facts`.
         disk: the folder whose disk is measured.
-        say: called with the name of each measurement when it begins.
 
     Raises:
         CalibrationError: an argument is impossible here.
-        MeasurementError, Stopped: see `onefold.doctor.ranks`.
+        MeasurementError, SignalException: see `onefold.doctor.ranks`.
     """
     if "RANK" in os.environ:
         raise CalibrationError(
@@ -56,11 +52,10 @@ def measure_machine(
         )
     _check_writable(path)
     busy = min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-    say("disk")
     host: dict[str, Any] = {"memory": found["memory"]["total"], **measure_disk(disk)}
     with tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name:
         asked = "-m", "onefold.doctor.measure", name, found["device"]
-        if failed := launch(ranks, Path(name), *asked, say=say):
+        if failed := launch(ranks, Path(name), *asked):
             hint = " Use fewer --ranks." if "SIGKILL" in failed else ""
             raise MeasurementError(f"the measurement failed: {failed}.{hint}")
         figures = json.loads(Path(name, RESULT).read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """Measure what one rank of this machine reaches while all ranks do the same: large matrix products,
 copies, gathers, and training steps of the engine. A rank is `python -m onefold.doctor.measure FOLDER
-DEVICE`; rank 0 prints what is measured next, and writes the figures into FOLDER.
+DEVICE`; rank 0 writes the figures into FOLDER.
 
 [Note: the group's seconds] A step ends when its last rank does. With more ranks than cores, the
 system may run some ranks to their end before others begin, and each rank's own clock then shows the
@@ -67,7 +67,6 @@ class Bench:
 
     ranks: Ranks
     sizes: Sizes
-    say: Callable[[str], object]
 
     def seconds(self, call: Callable[[], object]) -> float:
         """Return the median seconds of a call; see [Note: the group's seconds]. The first does not
@@ -89,7 +88,6 @@ class Bench:
 
     def products(self) -> dict[str, float]:
         """Return the FLOP/s of a large product by precision."""
-        self.say("matrix products")
         device, n = self.ranks.device, self.sizes.side
         lacks_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(False)
         found = {}
@@ -103,7 +101,6 @@ class Bench:
 
     def copies(self) -> dict[str, float]:
         """Return the bytes/s of copies within memory, read and written, and over the host link."""
-        self.say("memory")
         device, n = self.ranks.device, self.sizes.copy
         source, target = torch.zeros(2, n, dtype=torch.uint8, device=device)
         found = {"memory_bandwidth": 2 * n / self.seconds(lambda: target.copy_(source))}
@@ -116,7 +113,6 @@ class Bench:
 
     def gathers(self) -> tuple[float, float]:
         """Return the bytes/s that a rank sends in large gathers, and the seconds of one hop."""
-        self.say("gathers")
         device, size = self.ranks.device, self.ranks.world_size
         group = Group.over(None, device, TIMEOUT, FLAT)
         context = CollectiveContext("all-gather", "calibration", 0, "doctor")
@@ -138,7 +134,6 @@ class Bench:
         the share of the moves' seconds that a step at stage 3 takes longer than its parts. In other
         precisions passes reach another share: their `rates` become those with which it is the same.
         """
-        self.say("training steps")
         w, t, device = self.sizes.width, self.sizes.tokens, self.ranks.device
         first: Precision = "bf16" if device.type == "cuda" and "bf16" in rates else "fp32"
         x = torch.randn(1, t, w, device=device)
@@ -146,35 +141,29 @@ class Bench:
         flops = BLOCKS * (6 * 12 * w * w * t + 12 * w * t * t)
         numel = BLOCKS * 12 * w * w
 
-        def training(
-            stage: int, precision: Any
-        ) -> tuple[Any, Callable[[], None], Callable[[], None]]:
+        def training(stage: int, precision: Any) -> tuple[Any, torch.optim.Optimizer]:
             layers = [
                 nn.TransformerEncoderLayer(w, max(1, w // 64), 4 * w, 0.0, batch_first=True, norm_first=True)
                 for _ in range(BLOCKS)
             ]  # fmt: skip
             recipe = Recipe.zero(stage, precision=precision, stall_timeout=TIMEOUT)
             model = onefold.shard(nn.Sequential(*layers), recipe, device=device)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-            def passes() -> None:
-                model(x).float().sum().backward()
-
-            def step() -> None:
-                passes()
-                optimizer.step()
-                optimizer.zero_grad()
-
-            return model, passes, step
+            return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
         computing = {}
         for precision in rates:
-            model, passes, _ = training(0, precision)
+            model, _ = training(0, precision)
             with onefold.no_sync(model):
-                computing[precision] = self.seconds(passes)
+                computing[precision] = self.seconds(lambda m=model: m(x).float().sum().backward())  # type: ignore[misc]
         reached = flops / computing[first] / rates[first]
         rates |= {precision: flops / seconds / reached for precision, seconds in computing.items()}
-        model, _, step = training(3, first)
+        model, optimizer = training(3, first)
+
+        def step() -> None:
+            model(x).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
         step()
         engine = onefold.engine_of(model)
         before = engine.traffic.sent().nbytes
@@ -187,11 +176,11 @@ class Bench:
         return reached, share
 
 
-def measure(ranks: Ranks, sizes: Sizes, say: Callable[[str], object]) -> dict[str, Any]:
+def measure(ranks: Ranks, sizes: Sizes) -> dict[str, Any]:
     """Return the row of a GPU or of a rank's share of the CPU, and figures of
     `onefold.machine.calibration.Calibration`. Collective.
     """
-    bench = Bench(ranks, sizes, say if ranks.is_first else bool)
+    bench = Bench(ranks, sizes)
     rates, copies = bench.products(), bench.copies()
     # One rank moves nothing: any rate would do
     link, hop = bench.gathers() if ranks.world_size > 1 else (copies["memory_bandwidth"], 0.0)
@@ -203,7 +192,7 @@ def measure(ranks: Ranks, sizes: Sizes, say: Callable[[str], object]) -> dict[st
 def main(folder: Path, device: str) -> None:
     """Measure as one rank."""
     ranks = join(device, TIMEOUT)
-    found = measure(ranks, SIZES[device], lambda text: print(text, flush=True))
+    found = measure(ranks, SIZES[device])
     if ranks.is_first:
         (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
     leave()

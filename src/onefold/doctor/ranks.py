@@ -9,8 +9,6 @@ import os
 import re
 import signal
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,25 +20,17 @@ class MeasurementError(RuntimeError):
     """A rank failed. The message ends with the last line that the rank printed."""
 
 
-class Stopped(Exception):
-    """A signal asked to stop, and everything is cleaned up. `number` is the signal's number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
-def launch(ranks: int, folder: Path, *arguments: str, say: Callable[[str], object] = bool) -> str:
+def launch(ranks: int, folder: Path, *arguments: str) -> str:
     """Run Python with `arguments` as so many ranks until they end. Returns what became of those that
     failed, or "".
 
     Args:
-        folder: for what the ranks print. say: called with each line that rank 0 prints.
+        folder: for what the ranks print.
 
     Raises:
-        Stopped: a signal arrived; every rank is ended.
+        torch's SignalException: a signal arrived; every rank is ended.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -58,9 +48,6 @@ def launch(ranks: int, folder: Path, *arguments: str, say: Callable[[str], objec
     )
     environment = child_environment(repeatable, ranks, folder, compiling=False)
     logging.disable(logging.CRITICAL)  # the agent's own words
-    over = threading.Event()
-    reader = threading.Thread(target=_pass_on, args=(folder, say, over), daemon=True)
-    reader.start()
     try:
         with patch.dict(os.environ, environment):
             elastic_launch(config, sys.executable)(*arguments)
@@ -68,24 +55,9 @@ def launch(ranks: int, folder: Path, *arguments: str, say: Callable[[str], objec
         ended = {rank: failure.exitcode for rank, failure in error.failures.items()}
         lost = {rank: code for rank, code in ended.items() if code == -signal.SIGKILL}
         return few(_last_words(folder, rank, code) for rank, code in (lost or ended).items())
-    except SignalException as stop:
-        raise Stopped(stop.sigval) from None
     finally:
-        over.set()
-        reader.join()
         logging.disable(logging.NOTSET)
     return ""
-
-
-def _pass_on(folder: Path, say: Callable[[str], object], over: threading.Event) -> None:
-    """Call `say` with the lines that rank 0 prints."""
-    passed = 0
-    while not over.wait(0.1):
-        for file in folder.glob("**/0/stdout.log"):
-            lines = file.read_text(errors="replace").split("\n")[:-1]
-            for line in lines[passed:]:
-                say(line)
-            passed = len(lines)
 
 
 def _last_words(folder: Path, rank: int, status: int) -> str:

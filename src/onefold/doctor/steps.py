@@ -21,8 +21,10 @@ import torch.distributed as dist
 import onefold
 from onefold.device import has_streams, memory_figures, synchronize
 from onefold.doctor.model import (
+    BLOCKS,
     ROUNDING,
     VOCABULARY,
+    WIDTH,
     Here,
     LeftOut,
     adamw,
@@ -43,6 +45,20 @@ from onefold.sharding import engine_of
 MIB = 1 << 20
 #: The least share of communication on an accelerator that must be hidden.
 LEAST = 0.1
+
+
+def _made(
+    here: Here,
+    stage: int,
+    precision: Any = "fp32",
+    width: int = WIDTH,
+    blocks: int = BLOCKS,
+    **recipe: Any,
+) -> tuple[Any, torch.optim.Optimizer]:
+    """Return the small model, sharded, and its optimizer."""
+    asked = Recipe.zero(stage, precision=precision, **recipe)
+    model = onefold.shard(small(here, width, blocks), asked)
+    return model, adamw(model)
 
 
 def stages(here: Here) -> str:
@@ -91,8 +107,8 @@ def two_levels(here: Here) -> str:
     assert_near(here, f"groups of {inner} and DDP", first, train(here, "fp32", 1), "fp32")
     sent = {}
     for size in (inner, here.world):
-        model = onefold.shard(small(here), Recipe.zero(3, group=size))
-        one_step(here, model, adamw(model), 0)
+        model, optimizer = _made(here, 3, group=size)
+        one_step(here, model, optimizer, 0)
         sent[size] = engine_of(model).traffic.sent()
     # A flat move sends a part to each of N − 1 ranks; groups send it to one rank per other group.
     due = sent[here.world].nbytes * (here.world // inner - 1) // (here.world - 1)
@@ -142,8 +158,7 @@ def save_and_reload(here: Here) -> str:
         raise LeftOut(
             f"not every node sees {here.folder}: start it in a folder that all of them share"
         )
-    model = onefold.shard(small(here), Recipe.zero(2))
-    optimizer = adamw(model)
+    model, optimizer = _made(here, 2)
     for step in range(2):
         one_step(here, model, optimizer, step)
     at_the_call = onefold.full_state_dict(model)
@@ -151,8 +166,7 @@ def save_and_reload(here: Here) -> str:
     went_on = [one_step(here, model, optimizer, step) for step in (2, 3)]
     saving.wait()
 
-    loaded = onefold.shard(small(here), Recipe.zero(3))
-    again = adamw(loaded)
+    loaded, again = _made(here, 3)
     onefold.load(path, model=loaded, optimizer=again)
     assert_equal("what was loaded", onefold.full_state_dict(loaded), at_the_call)
     resumed = [one_step(here, loaded, again, step) for step in (2, 3)]
@@ -176,9 +190,7 @@ def memory_at_rest(here: Here) -> str:
     before: int | None = None
     # The first round is not compared: libraries make workspaces for a process's first products
     for stage, precision in [(0, "bf16"), *((s, p) for s in range(4) for p in ROUNDING)]:
-        asked: dict[str, Any] = {"precision": precision}
-        model = onefold.shard(small(here, width=256, blocks=6), Recipe.zero(stage, **asked))
-        optimizer = adamw(model)
+        model, optimizer = _made(here, stage, precision, 256, 6)
         for step in range(2):
             one_step(here, model, optimizer, step)
         p = 4 * sum(unit.numel for unit in engine_of(model).units)
@@ -221,9 +233,7 @@ def no_synchronization(here: Here) -> str:
         raise LeftOut("ranks that share a GPU move through gloo, and the host's memory")
     for stage in range(4):
         for precision in ROUNDING:
-            asked: dict[str, Any] = {"precision": precision}
-            model = onefold.shard(small(here), Recipe.zero(stage, **asked))
-            optimizer = adamw(model)
+            model, optimizer = _made(here, stage, precision)
             for step in range(3):
                 _step_of(here, model, optimizer, step)
             torch.cuda.set_sync_debug_mode("error")
@@ -250,9 +260,8 @@ def overlap(here: Here) -> str:
     width, blocks = (2048, 8) if has_streams(here.device) else (128, 6)
     exposed = []
     for options in dict[str, Any](), {"prefetch": 0, "in_flight": 0}:
-        recipe = Recipe.zero(3, precision="bf16", **options)
-        model = onefold.shard(small(here, width, blocks), recipe)
-        optimizer, traffic = adamw(model), engine_of(model).traffic
+        model, optimizer = _made(here, 3, "bf16", width, blocks, **options)
+        traffic = engine_of(model).traffic
         for step in range(2):
             _step_of(here, model, optimizer, step)
         synchronize(here.device)
@@ -312,8 +321,7 @@ def _train_until_lost(here: Here) -> None:
         torch.cuda.set_device(here.device)
     store = dist.FileStore(str(Path(here.folder, "lost peer")), here.world)
     dist.init_process_group(here.backend, store=store, rank=here.rank, world_size=here.world)
-    model = onefold.shard(small(here), Recipe.zero(3, stall_timeout=PATIENCE))
-    optimizer = adamw(model)
+    model, optimizer = _made(here, 3, stall_timeout=PATIENCE)
     with contextlib.suppress(onefold.StallError):
         for step in range(1000):
             if step == AT and here.rank == here.world - 1:

@@ -9,7 +9,6 @@ a disk   engine.transfers.disk    in this ledger, by the engine; `optimizer.stat
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
@@ -62,17 +61,10 @@ def ordered(bytes_by_category: dict[str, int]) -> dict[str, int]:
 
 
 def resident_memory() -> tuple[int, int]:
-    """Return (resident bytes now, at peak) of this process. Without /proc both are the peak."""
-    try:
-        text = Path("/proc/self/status").read_text()
-        now, peak = (int(n) for n in re.findall(r"^Vm(?:RSS|HWM):\s+(\d+) kB", text, re.M)[::-1])
-        return now * 1024, peak * 1024
-    except (OSError, ValueError):
-        import resource
-
-        unit = 1 if sys.platform == "darwin" else 1024
-        highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-        return highest, highest
+    """Return (resident bytes now, at peak) of this process."""
+    text = Path("/proc/self/status").read_text()
+    now, peak = (int(n) for n in re.findall(r"^Vm(?:RSS|HWM):\s+(\d+) kB", text, re.M)[::-1])
+    return now * 1024, peak * 1024
 
 
 def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:

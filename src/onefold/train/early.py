@@ -19,23 +19,6 @@ from onefold.train.optimizers import check_optimizer
 from onefold.wording import TrainError, few
 
 
-def accumulation_steps(global_batch: int, micro_batch: int, world_size: int) -> int:
-    """Return the micro-batches that a rank computes per optimizer step. `world_size`: of the ranks
-    that compute with different samples.
-    Raises TrainError if the global batch does not divide.
-    """
-    at_once = micro_batch * world_size
-    if global_batch % at_once:
-        lower, upper = global_batch // at_once * at_once, (global_batch // at_once + 1) * at_once
-        near = f"{lower} or {upper}" if lower else str(upper)
-        raise TrainError(
-            f"--global-batch {global_batch} cannot be cut into micro-batches of {micro_batch} on"
-            f" {world_size} ranks ({at_once} sequences at once); use {near}, or another"
-            " --micro-batch."
-        )
-    return global_batch // at_once
-
-
 def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) -> int:
     """Return the largest micro-batch, at most `wanted`, into which these ranks can cut the global
     batch of the resumed run. Raises TrainError if there is none.
@@ -83,15 +66,17 @@ def data_ranks(config: TrainConfig, ranks: int) -> int:
 
 
 def check_batch(config: TrainConfig, ranks: int) -> None:
-    """Raise TrainError if the global batch cannot be cut on these ranks.
-    A resumed run is not checked: it takes the global batch from the checkpoint, and a micro-batch
-    that divides it.
+    """Raise TrainError if the axes do not divide these ranks, or the global batch cannot be cut on them.
+    A resumed run takes the global batch from the checkpoint, and a micro-batch that divides it. Imports
+    torch.
     """
-    ranks = data_ranks(config, ranks)
-    if config.global_batch is not None and config.resume == "none":
-        accumulation_steps(
-            config.global_batch, 1 if config.micro_batch == "auto" else config.micro_batch, ranks
-        )
+    count = data_ranks(config, ranks)
+    config.check_recipe()
+    if config.resume == "none":
+        try:
+            config.job().accumulation(count)
+        except ValueError as error:
+            raise TrainError(str(error)) from None
 
 
 def refuse_frozen(config: TrainConfig, frozen: int) -> None:

@@ -75,14 +75,10 @@ def launch(config: TrainConfig) -> int:
     Returns the exit status: 0, 1 for a failure, 130 after Ctrl-C.
     Raises TrainError if the run cannot start; then no rank was started and no file is left.
     """
-    # With --nproc, check before GPUs are counted, which imports torch
-    if config.nproc is not None:
-        check_batch(config, config.nproc)
     with _claimed(config) as named:
         named = with_output(named)
         nproc, why = ranks_to_start(config)
-        check_batch(config, nproc)
-        named.check_recipe()
+        check_batch(named, nproc)
         return _run(_downloaded(named), nproc, why)
 
 

@@ -35,7 +35,6 @@ from onefold.train import optimizers
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
 from onefold.train.early import (
-    accumulation_steps,
     data_ranks,
     micro_batch_that_divides,
     refuse_frozen,
@@ -222,7 +221,7 @@ def prepare(
     note("planning: what each stage would hold")
     choice = ranks.on_first(lambda: choose(model, asked))
     global_batch = config.global_batch or choice.micro_batch * part.count
-    accumulation = accumulation_steps(global_batch, choice.micro_batch, part.count)
+    accumulation = global_batch // (choice.micro_batch * part.count)
     order = data.order(global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS
     if config.epochs is not None:
@@ -308,15 +307,17 @@ def _with_global_batch(
             " decides the samples of every step. Leave the option out, or start another run from"
             " the exported model (--model)."
         )
-    wanted = config.micro_batch if config.micro_batch != "auto" else global_batch
-    micro_batch = micro_batch_that_divides(wanted, global_batch, ranks)
-    if config.micro_batch == "auto" or micro_batch == wanted:
-        return config.model_copy(update={"global_batch": global_batch})
-    note(
-        f"micro-batches of {micro_batch} instead of {wanted}, so that {ranks} ranks"
-        f" share the global batch of {global_batch}"
+    wanted = config.micro_batch
+    micro_batch = micro_batch_that_divides(
+        global_batch if wanted == "auto" else wanted, global_batch, ranks
     )
-    return config.model_copy(update={"global_batch": global_batch, "micro_batch": micro_batch})
+    if wanted not in ("auto", micro_batch):
+        note(
+            f"micro-batches of {micro_batch} instead of {wanted}, so that {ranks} ranks"
+            f" share the global batch of {global_batch}"
+        )
+        wanted = micro_batch
+    return config.model_copy(update={"global_batch": global_batch, "micro_batch": wanted})
 
 
 def _data(config: TrainConfig, tokenizer: Any, ranks: Ranks, note: Callable[[str], None]) -> Data:
