@@ -37,9 +37,10 @@ def checked(names: list[str], broken: str, folder: str) -> list[Outcome]:
     if broken:
         BREAKINGS[broken]()
     size, control = dist.get_world_size(), dist.new_group(backend="gloo")
-    where = dist.get_rank(), size, torch.device("cpu"), "gloo", size
+    rank = dist.get_rank()
+    where = rank, size, rank, size, torch.device("cpu"), "gloo"
     found: list[Outcome] = []
-    run_checks(Here(*where, folder, control), [KNOWN[name] for name in names], found.append)
+    run_checks(Here(*where, control, folder), [KNOWN[name] for name in names], found.append)
     return found
 
 

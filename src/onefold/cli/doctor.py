@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from onefold.cli.options import option, refuse, stopped
+from onefold.cli.options import option, stopped
 from onefold.cli.show import answered, show
 
 #: Prefixes of the environment variables that a check's report lists.
@@ -55,7 +55,6 @@ def doctor_command(
     from torch.distributed.elastic.multiprocessing import SignalException
 
     from onefold.doctor.facts import facts
-    from onefold.doctor.ranks import MeasurementError
     from onefold.train.config import resolve
     from onefold.train.launch import ranks_to_start
 
@@ -74,8 +73,6 @@ def doctor_command(
         return _calibration(found, calibrate, as_json, output, ranks, disk)
     except SignalException as stop:
         stopped(stop.sigval, "measured", as_json)
-    except MeasurementError as error:
-        refuse(error, as_json, code=1)
 
 
 def _check(found: dict[str, Any], ranks: int | None, as_json: bool, file: Path | None) -> int:

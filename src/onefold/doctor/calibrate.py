@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.doctor.measure import RESULT
-from onefold.doctor.ranks import MeasurementError, launch
+from onefold.doctor.ranks import launch
 from onefold.machine.calibration import Calibration, CalibrationError, this_machine
 from onefold.wording import readable
 
@@ -32,8 +32,8 @@ def measure_machine(found: dict[str, Any], ranks: int, disk: Path, path: Path) -
         disk: the folder whose disk is measured.
 
     Raises:
-        CalibrationError: an argument is impossible here.
-        MeasurementError, SignalException: see `onefold.doctor.ranks`.
+        CalibrationError: an argument is impossible here, or a rank failed.
+        SignalException: see `onefold.doctor.ranks`.
     """
     if "RANK" in os.environ:
         raise CalibrationError(
@@ -57,7 +57,7 @@ def measure_machine(found: dict[str, Any], ranks: int, disk: Path, path: Path) -
         asked = "-m", "onefold.doctor.measure", name, found["device"]
         if failed := launch(ranks, Path(name), *asked):
             hint = " Use fewer --ranks." if "SIGKILL" in failed else ""
-            raise MeasurementError(f"the measurement failed: {failed}.{hint}")
+            raise CalibrationError(f"the measurement failed: {failed}.{hint}")
         figures = json.loads(Path(name, RESULT).read_text(encoding="utf-8"))
     one = gpus[0] if found["device"] == "cuda" else {**found["memory"], **found["cpu"]}
     capacity = one["total"] // (1 if found["device"] == "cuda" else ranks)

@@ -126,7 +126,7 @@ def run_checks(here: Here, checks: Sequence[Check], put: Callable[[Outcome], obj
         begun, first = time.monotonic(), Path(here.folder, f"{check.name} failed")
         faulthandler.dump_traceback_later(check.limit, exit=True)
         try:
-            if check.ranks > here.world:
+            if check.ranks > here.world_size:
                 raise LeftOut(f"one rank sends nothing; give it {check.ranks}")
             status, said = OK, check.run(here)
         except LeftOut as why:
@@ -163,8 +163,7 @@ def begin(folder: str, device: str, backend: str) -> Here:
 
     ranks = join(device, START, backend)
     control = dist.new_group(backend="gloo") if ranks.world_size > 1 else None
-    where = ranks.device, ranks.backend, ranks.local_world_size
-    return Here(ranks.rank, ranks.world_size, *where, folder, control)
+    return Here(**{**vars(ranks), "control": control}, folder=folder)
 
 
 def check_launched(device: str, gpus: int) -> Sequence[Outcome]:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import onefold
+from onefold.processes.ranks import Ranks
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 
 VOCABULARY, WIDTH, BLOCKS = 97, 44, 4
@@ -35,32 +35,13 @@ class LeftOut(Exception):
     """A check cannot run here; the text says why."""
 
 
-@dataclass(frozen=True)
-class Here:
-    """Where a check runs.
-
-    Attributes:
-        device: of this rank, with its index. backend: moves its tensors between ranks, "gloo" or
-            "nccl".
-        per_node: ranks of a node, by the launcher. folder: a temporary folder that all ranks of
-            this node see.
-        control: the group over which ranks tell each other outcomes; no check uses it.
+@dataclass
+class Here(Ranks):
+    """Where a check runs. `folder`: a temporary folder that all ranks of this node see. Over `control`
+    ranks tell each other outcomes; no check uses it.
     """
 
-    rank: int
-    world: int
-    device: torch.device
-    backend: str
-    per_node: int
-    folder: str
-    control: Any = None
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's value, in rank order. Collective, over gloo."""
-        out: list[Any] = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(out, value, group=self.control)
-        return out
+    folder: str = ""
 
 
 class Cast(nn.Module):

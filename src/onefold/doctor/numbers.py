@@ -23,7 +23,7 @@ def collectives(here: Here) -> str:
     for device in devices:
         backend = "gloo" if device.type == "cpu" else here.backend
         for numel, dtype in product(NUMELS[backend], (torch.float32, torch.bfloat16)):
-            _check_moves(here, backend, device, min(numel, MADE // here.world**2), dtype)
+            _check_moves(here, backend, device, min(numel, MADE // here.world_size**2), dtype)
     return f"all results equal what arithmetic says, on {' and '.join(d.type for d in devices)}"
 
 
@@ -39,7 +39,7 @@ def _values(numel: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
 def _check_moves(
     here: Here, backend: str, device: torch.device, numel: int, dtype: torch.dtype
 ) -> None:
-    n, rank = here.world, here.rank
+    n, rank = here.world_size, here.rank
     every = [_values(numel * n, r, dtype) for r in range(n)]  # rank r's values, a part per rank
     mine, part = every[rank].to(device), slice(numel * rank, numel * (rank + 1))
     first, own = [values[:numel] for values in every], [values[part] for values in every]

@@ -16,10 +16,6 @@ from onefold.processes.host import child_environment
 from onefold.wording import few
 
 
-class MeasurementError(RuntimeError):
-    """A rank failed. The message ends with the last line that the rank printed."""
-
-
 def launch(ranks: int, folder: Path, *arguments: str) -> str:
     """Run Python with `arguments` as so many ranks until they end. Returns what became of those that
     failed, or "".

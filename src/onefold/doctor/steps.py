@@ -90,10 +90,12 @@ def stages(here: Here) -> str:
 
 def two_levels(here: Here) -> str:
     """Compare recipes over groups with each other and with DDP, and count bytes between groups."""
-    inner = here.per_node if here.per_node < here.world else here.world // 2
-    if here.world < 4 or here.world % inner or inner < 2:
+    inner = (
+        here.local_world_size if here.local_world_size < here.world_size else here.world_size // 2
+    )
+    if here.world_size < 4 or here.world_size % inner or inner < 2:
         raise LeftOut(
-            f"the launcher says of one node, and {here.world} ranks make no two groups of two: use"
+            f"the launcher says of one node, and {here.world_size} ranks make no two groups of two: use"
             " 4 ranks, or two nodes"
         )
     first = train(here, Recipe.zero(3, group=inner), 1)
@@ -106,12 +108,12 @@ def two_levels(here: Here) -> str:
         assert_equal(f"in groups of {inner}, {name} and stage 3", train(here, recipe, 1), first)
     assert_near(here, f"groups of {inner} and DDP", first, train(here, "fp32", 1), "fp32")
     sent = {}
-    for size in (inner, here.world):
+    for size in (inner, here.world_size):
         model, optimizer = _made(here, 3, group=size)
         one_step(here, model, optimizer, 0)
         sent[size] = engine_of(model).traffic.sent()
     # A flat move sends a part to each of N − 1 ranks; groups send it to one rank per other group.
-    due = sent[here.world].nbytes * (here.world // inner - 1) // (here.world - 1)
+    due = sent[here.world_size].nbytes * (here.world_size // inner - 1) // (here.world_size - 1)
     between = sent[inner].between
     assert between == due, f"{between:,} bytes went between groups, the formula says {due:,}"
     return f"recipes over groups of {inner} agree to the bit, with {between:,} bytes between them"
@@ -194,7 +196,7 @@ def memory_at_rest(here: Here) -> str:
         for step in range(2):
             one_step(here, model, optimizer, step)
         p = 4 * sum(unit.numel for unit in engine_of(model).units)
-        share = 1 if stage == 0 else 1 / here.world
+        share = 1 if stage == 0 else 1 / here.world_size
         due = 2 * p * share + (p if precision == "fp32" and stage < 3 else p * share)
         due += p / 2 if precision == "bf16" and stage < 3 else 0
         if before is not None:
@@ -229,7 +231,7 @@ def no_synchronization(here: Here) -> str:
     """Run steps in a mode in which CUDA raises if the host would wait for the device."""
     if here.device.type != "cuda":
         raise LeftOut("torch tells of waits of the host on CUDA and ROCm only")
-    if here.backend == "gloo" and here.world > 1:
+    if here.backend == "gloo" and here.world_size > 1:
         raise LeftOut("ranks that share a GPU move through gloo, and the host's memory")
     for stage in range(4):
         for precision in ROUNDING:
@@ -302,13 +304,13 @@ def lost_peer(here: Here) -> str:
     """Kill the last of as many ranks in a training, and see that every other one ends in a StallError.
     Ranks that lose one of them are of no further use, so each rank of the check starts a process for it.
     """
-    if here.per_node < here.world:
+    if here.local_world_size < here.world_size:
         raise LeftOut("this needs all ranks on one node")
     there = replace(here, control=None)
     child = get_context("spawn").Process(target=_train_until_lost, args=(there,), daemon=True)
     child.start()
     child.join(60.0)
-    expected = -signal.SIGKILL if here.rank == here.world - 1 else 0
+    expected = -signal.SIGKILL if here.rank == here.world_size - 1 else 0
     said = f"it should have ended with status {expected}, not {child.exitcode}"
     assert child.exitcode == expected, said
     return "the last rank was killed, and the others ended in a StallError"
@@ -319,12 +321,12 @@ def _train_until_lost(here: Here) -> None:
     end_with_parent()
     if here.device.type == "cuda":
         torch.cuda.set_device(here.device)
-    store = dist.FileStore(str(Path(here.folder, "lost peer")), here.world)
-    dist.init_process_group(here.backend, store=store, rank=here.rank, world_size=here.world)
+    store = dist.FileStore(str(Path(here.folder, "lost peer")), here.world_size)
+    dist.init_process_group(here.backend, store=store, rank=here.rank, world_size=here.world_size)
     model, optimizer = _made(here, 3, stall_timeout=PATIENCE)
     with contextlib.suppress(onefold.StallError):
         for step in range(1000):
-            if step == AT and here.rank == here.world - 1:
+            if step == AT and here.rank == here.world_size - 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             one_step(here, model, optimizer, step)
         os._exit(1)  # a thousand steps went on without the rank that was killed

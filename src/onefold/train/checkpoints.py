@@ -128,7 +128,7 @@ def _checkpoint_at(path: Path) -> Path:
 
 #: Values of the kinds that a run saves, in the state of its `DataOrder` and in `extra`.
 _ORDER = {"samples": 0, "global_batch": 0, "seed": 0, "fingerprint": ""}
-_EXTRA = {"steps": 0, "optimizer": "", "options": {}}
+_EXTRA = {"optimizer": "", "options": {}}
 
 
 def read_point(path: Path) -> Point:
@@ -165,7 +165,6 @@ def kept_beside(run: Run, skipped: int) -> dict[str, Any]:
     """Return the extra values of a checkpoint: skipped steps, and options that decide its numbers."""
     return {
         "skipped": skipped,
-        "steps": run.steps,
         "base": base_of(run),
         "optimizer": run.config.optimizer,
         "options": run.config.model_dump(mode="json", exclude=APART),
@@ -223,11 +222,6 @@ def differences(run: Run, point: Point) -> list[str]:
     others = changed((name, before[name], now[name]) for name in now if name in before)
     if others:
         said.append(f"options that have changed since: {others}")
-    if point.extra.get("steps", run.steps) != run.steps and run.config.schedule != "constant":
-        said.append(
-            f"the run was of {point.extra['steps']} steps and is of {run.steps} now: the schedule's"
-            " later part moves"
-        )
     return said
 
 

@@ -103,11 +103,6 @@ def _claimed(config: TrainConfig) -> Iterator[TrainConfig]:
         claim = Claim(Path(named.output), new=config.output is None)
         put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
     try:
-        if not claim.known and not named.json_lines:
-            _say(
-                f"the file system of {named.output} has no locks: another run that writes there"
-                " would not be noticed"
-            )
         yield named
     finally:
         put_in_order.remove(claim.undo)
