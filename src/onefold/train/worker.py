@@ -132,8 +132,8 @@ class Rank:
         place = "while " + self.doing
         if self.run is not None and self.doing == "training":
             engine = onefold.engine_of(self.run.model)
-            unit = next((each.unit.name for each in reversed(engine.stack)), "(between units)")
-            place = f"in the {engine.phase} pass of unit {unit!r}, step {engine.step_count + 1}"
+            units = [f" of unit {each.unit.name!r}" for each in engine.stack[-1:]]
+            place = f"in the {engine.phase} pass{''.join(units)}, step {engine.step_count + 1}"
         return StallError(f"rank {self.number} ends {place}: {why}")
 
     def _who_has_gone(self, error: BaseException) -> list[Peer]:
