@@ -41,7 +41,7 @@ def test_a_disk_is_measured_and_left_as_it_was_also_where_it_is_full(
 ) -> None:
     found = measure_disk(tmp_path)
     assert found["nvme_write"] > 0 < found["nvme_bandwidth"]
-    with pytest.raises(ValueError, match="there is no such folder"):
+    with pytest.raises(ValueError, match="No such file or directory"):
         measure_disk(tmp_path / "nowhere")
 
     def full(*args: Any) -> int:

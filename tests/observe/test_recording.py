@@ -35,7 +35,7 @@ def test_a_real_step_is_recorded_unit_by_unit() -> None:
     assert 0 < seen.compute < seen.seconds
     changes = seen.tiers["device"].changes
     assert changes and all(seen.start <= at <= seen.end for at, *_ in changes)
-    assert not seen.truncated and seen.moves == []
+    assert seen.moves == []
 
 
 def test_outside_of_a_window_nothing_is_kept() -> None:

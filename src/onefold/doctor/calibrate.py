@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import shutil
 import tempfile
 import time
 from datetime import UTC, datetime
@@ -81,11 +81,9 @@ def measure_machine(found: dict[str, Any], ranks: int, disk: Path, path: Path) -
 
 def _check_writable(path: Path) -> None:
     """Raise CalibrationError if the result cannot be written, before anything is measured."""
-    if path.is_dir():
-        raise CalibrationError(
-            f"--output {path}: this is a folder; name a file in it, such as {path / 'machine.toml'}."
-        )
     try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "this is a folder")
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
             pass
@@ -97,25 +95,16 @@ def _check_writable(path: Path) -> None:
 
 
 def measure_disk(folder: Path) -> dict[str, float]:
-    """Write at most `MOST` bytes (and at most a tenth of the free ones), flush them to the disk, and
+    """Write at most `MOST` bytes, flush them to the disk, and
     read them past the page cache, where the system can drop it. Returns bytes per second.
     Raises ValueError: the folder does not exist, cannot be written, or is full.
     """
-    if not folder.is_dir():
-        raise ValueError(f"--disk {folder}: there is no such folder.")
-    free = shutil.disk_usage(folder).free
-    most = min(MOST, free // 10)
-    if most < CHUNK:
-        raise ValueError(
-            f"--disk {folder}: {free:,} bytes are free, too few to measure; free some space or name"
-            " another folder."
-        )
     # Random bytes, because some file systems compress, and write zeros as holes in no time
     chunk, buffer, written = os.urandom(CHUNK), bytearray(CHUNK), 0
     try:
         with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
             begin = time.perf_counter()
-            while written < most and time.perf_counter() - begin < LONGEST:
+            while written < MOST and time.perf_counter() - begin < LONGEST:
                 written += file.write(chunk)
             os.fsync(file.fileno())
             flushed = time.perf_counter()

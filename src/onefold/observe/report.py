@@ -25,7 +25,7 @@ from onefold.observe.runfile import (
     read_observed,
 )
 from onefold.observe.trace import Recording
-from onefold.plan.schema import MOMENTS, Account, compare
+from onefold.plan.schema import Account, compare
 from onefold.wording import readable
 
 MIB = 1 << 20
@@ -177,16 +177,13 @@ def _memory(step: Recording, tier: str, plan: Account | None) -> Any:
             x=[1000 * (at - step.start) for at in times], y=[n / MIB for n in held],
             name=category, stackgroup="held", line_shape="hv",
         )  # fmt: skip
-    planned, name = 0, "plan"
+    planned = 0
     if plan is not None and tier != "device":
         planned = sum(plan.offloaded.get(tier, {}).values())
     elif plan is not None and step.activations_watched:
         planned = plan.peak_bytes
-    elif plan is not None:
-        planned = sum(plan.ledger.values()) + plan.peak.get(MOMENTS, 0)
-        name = "plan without activations"
     if planned:
-        figure.add_hline(planned / MIB, line_dash="dash", annotation_text=name)
+        figure.add_hline(planned / MIB, line_dash="dash", annotation_text="plan")
     return figure if levels else None
 
 

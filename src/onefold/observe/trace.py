@@ -67,8 +67,6 @@ class Recording:
         tiers: the memory of the device, and of the offload tiers that held anything ("host", "nvme").
         exposed: seconds that this rank waited for other ranks, including small control messages.
         io: seconds that this rank waited for NVMe.
-        truncated: the ledgers' ring buffers were too short for the window, so its beginning is
-            missing.
     """
 
     rank: int
@@ -82,7 +80,6 @@ class Recording:
     exposed: float = 0.0
     io: float = 0.0
     activations_watched: bool = False
-    truncated: bool = False
 
     @property
     def seconds(self) -> float:
@@ -190,7 +187,6 @@ def record(
             _keep_events(engine, False)
             seen.exposed, seen.io = traffic.exposed - exposed, moved.exposed - waited
             seen.steps = engine.step_count - before if optimizer is None else seen.steps
-            seen.truncated = any(len(ring) == ring.maxlen for ring in rings)
             _collect(engine, seen, saved)
 
 
