@@ -120,13 +120,19 @@ def test_spans_follow_the_chat_template_and_are_none_where_it_rewrites_turns() -
         ("{", "line 1: not JSON"),
         ("", "no lines"),
         ('{"text": "a"}', "less than one sequence of --seq 16"),
-        ('{"text": "a"}\n{"text": "\\ud800"}', "line 2: '\\ud800' alone is half of a character"),
+        (
+            '{"text": "a"}\n{"text": "\\ud800"}',
+            "line 2: not JSON in UTF-8 ('utf-8' codec can't encode",
+        ),
         (
             '{"messages": [{"role": "user", "content": "\\uDC00"}]}',
-            "line 1: '\\udc00' alone is half of a character",
+            "line 1: not JSON in UTF-8 ('utf-8' codec can't encode",
         ),
-        ('{"text": "a", "n": ' + "9" * 5000 + "}", "line 1: not JSON (A number of 5000 digits)"),
-        ('{"text": ' + "[" * 100_000, "line 1: not JSON (Nested too deeply)"),
+        (
+            '{"text": "a", "n": ' + "9" * 5000 + "}",
+            "line 1: not JSON in UTF-8 (A number of 5000 digits",
+        ),
+        ('{"text": ' + "[" * 100_000, "line 1: not JSON in UTF-8 (Nested too deeply"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, content: str, message: str) -> None:
