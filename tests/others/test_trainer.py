@@ -266,7 +266,7 @@ def refusals(folder: Path) -> list[tuple[str, Any, dict[str, Any], dict[str, str
         ("bf16_full_eval", 3, {"bf16_full_eval": True}, {}),
         ("save_on_each_node", 3, {"save_on_each_node": True}, {}),
         ("steps inside the backward pass", 3, {"optim": "lomo"}, {}),
-        ("computes in float32", {"stage": 3, "precision": "fp32"}, {"bf16": True}, {}),
+        ("the recipe in float32", {"stage": 3, "precision": "fp32"}, {"bf16": True}, {}),
         ("fp16 skips steps", in_backward, {"fp16": True, "max_grad_norm": 0.0}, {}),
         ("asks for FSDP", 3, {}, {"ACCELERATE_USE_FSDP": "true"}),
         ("asks for DeepSpeed", 3, {}, {"ACCELERATE_USE_DEEPSPEED": "true"}),

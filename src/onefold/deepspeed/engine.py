@@ -34,10 +34,9 @@ from torch import Tensor, nn
 import onefold
 from onefold.checkpoint.together import Together
 from onefold.deepspeed import checkpoints
-from onefold.deepspeed.autocast import context_of
 from onefold.deepspeed.meaning import DeepSpeedConfig
 from onefold.deepspeed.passes import EngineMisuse, Passes
-from onefold.deepspeed.scaling import LossScaler, scale_gradients
+from onefold.deepspeed.precision import LossScaler, context_of, scale_gradients
 from onefold.deepspeed.schema import FP16
 from onefold.deepspeed.state import whole_in, write_whole
 from onefold.device import available
@@ -246,8 +245,16 @@ class DeepSpeedEngine(nn.Module):
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
         onefold.engine_of(self.module).reduce_pending()
-        if self.settings.refuses_unused:
-            self._refuse_unused()
+        zero = self.settings.zero_config
+        if zero.stage in (1, 2) and not zero.ignore_unused_parameters:
+            named = self.module.named_parameters()
+            if unused := [name for name, p in named if p.requires_grad and p.grad is None]:
+                raise EngineMisuse(
+                    f"parameters got no gradient since the last step: {few(unused, 3)}, and"
+                    ' the configuration says "ignore_unused_parameters": false. Freeze them'
+                    " (requires_grad_(False)), use them in the loss, or set ignore_unused_parameters"
+                    " to true."
+                )
         overflow = self.optimizer.overflow = not self._clip()
         if not overflow:
             self.optimizer.step()
@@ -267,18 +274,6 @@ class DeepSpeedEngine(nn.Module):
             if settings.managed_gradient_accumulation
             else settings.train_micro_batch_size_per_gpu * ranks * passes
         )
-
-    def _refuse_unused(self) -> None:
-        unused = [
-            name for name, p in self.module.named_parameters() if p.requires_grad and p.grad is None
-        ]
-        if unused:
-            raise EngineMisuse(
-                f"parameters got no gradient since the last step: {few(unused, 3)}, and"
-                ' the configuration says "ignore_unused_parameters": false. Freeze them'
-                " (requires_grad_(False)), use them in the loss, or set ignore_unused_parameters to"
-                " true."
-            )
 
     def _clip(self) -> bool:
         """Unscale and clip the gradients. Return False if the step must be skipped because they are

@@ -84,51 +84,41 @@ def _mark(
     return found, missing
 
 
-def set_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark the modules of these classes, given by class or by name, as leaves, and return them.
+def _of_classes(flag: bool) -> Callable[..., list[nn.Module]]:
+    def mark(
+        model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+    ) -> list[nn.Module]:
+        """Mark the modules of these classes, given by class or by name, as leaves, or remove the
+        mark. Returns them.
 
-    Raises:
-        ValueError: there is none, and `raise_if_not_found`.
-    """
-    return _mark(model, "classes", leaf_module_classes, True, raise_if_not_found)[0]
+        Raises:
+            ValueError: there is none, and `raise_if_not_found`.
+        """
+        return _mark(model, "classes", leaf_module_classes, flag, raise_if_not_found)[0]
 
-
-def unset_z3_leaf_modules(
-    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    return _mark(model, "classes", leaf_module_classes, False, raise_if_not_found)[0]
+    return mark
 
 
-def set_z3_leaf_modules_by_name(
-    model: nn.Module,
-    module_names: Iterable[str],
-    flag: bool = True,
-    raise_if_not_found: bool = True,
-) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules of these names in `named_modules()`. Returns them, and the names that the
-    model does not have.
-
-    Raises:
-        ValueError: a name is missing, and `raise_if_not_found`.
-    """
-    return _mark(model, "names", module_names, flag, raise_if_not_found)
+set_z3_leaf_modules, unset_z3_leaf_modules = _of_classes(True), _of_classes(False)
 
 
-def set_z3_leaf_modules_by_suffix(
-    model: nn.Module,
-    module_name_suffixes: Iterable[str],
-    flag: bool = True,
-    raise_if_not_found: bool = True,
-) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose names in `named_modules()` end so. Returns them, and the suffixes that
-    fit none.
+def _by(kind: str) -> Callable[..., tuple[list[nn.Module], list[str]]]:
+    def mark(
+        model: nn.Module, names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
+    ) -> tuple[list[nn.Module], list[str]]:
+        """Mark the modules of these names in `named_modules()`, or those whose names end so. Returns
+        them, and the names or suffixes that fit none.
 
-    Raises:
-        ValueError: a suffix fits none, and `raise_if_not_found`.
-    """
-    return _mark(model, "name_suffixes", module_name_suffixes, flag, raise_if_not_found)
+        Raises:
+            ValueError: one fits none, and `raise_if_not_found`.
+        """
+        return _mark(model, kind, names, flag, raise_if_not_found)
+
+    return mark
+
+
+set_z3_leaf_modules_by_name = _by("names")
+set_z3_leaf_modules_by_suffix = _by("name_suffixes")
 
 
 def mark_configured(model: nn.Module, section: LeafModules, optimizer: Any) -> None:

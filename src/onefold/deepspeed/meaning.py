@@ -173,12 +173,6 @@ class DeepSpeedConfig:
     def zero_config(self) -> DeepSpeedZeroConfig:
         return self.root.zero_optimization
 
-    @property
-    def refuses_unused(self) -> bool:
-        """Whether a step raises if a trainable parameter has no gradient."""
-        zero = self.zero_config
-        return zero.stage in (1, 2) and not zero.ignore_unused_parameters
-
     def set_batch(self, train: int | None, micro: int | None, accumulation: int | None) -> None:
         """Set the batch sizes; see `batch_sizes`."""
         (

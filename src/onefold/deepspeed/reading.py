@@ -172,7 +172,7 @@ def _chosen(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_unset(value: Any) -> bool:
     """Whether nobody has chosen a value: it is None or "auto"."""
-    return value is None or (isinstance(value, str) and value == "auto")
+    return value in (None, "auto")
 
 
 def _keys(section: type[Section]) -> dict[str, FieldInfo | Inert | Later]:

@@ -26,7 +26,7 @@ VERSION = "0.19.8+onefold"
 _HERE = "onefold.deepspeed"
 #: Packages that look for DeepSpeed when they are imported.
 _BEFORE = ("transformers", "accelerate")
-_ZERO = "zero facts"
+_ZERO = "zero"
 
 #: {module: the files of this package whose public names (`__all__`) it shows, or other modules}.
 #: Parents of these modules exist without a row of their own.
@@ -59,7 +59,7 @@ SERVED: Mapping[str, str] = {
     "deepspeed.runtime.fp16.fused_optimizer": "optimizers",
     "deepspeed.runtime.fp16.unfused_optimizer": "optimizers",
     "deepspeed.runtime.lr_schedules": "schedules",
-    "deepspeed.runtime.torch_autocast": "autocast",
+    "deepspeed.runtime.torch_autocast": "precision",
     "deepspeed.runtime.utils": "small",
     "deepspeed.runtime.zero": _ZERO,
     "deepspeed.runtime.zero.config": "schema",

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
-import os
 import sys
 import tempfile
 import weakref
@@ -31,18 +30,17 @@ import torch
 from torch import nn
 
 import onefold
-from onefold.deepspeed.autocast import mark_for_the_wire
 from onefold.deepspeed.engine import DeepSpeedEngine
-from onefold.deepspeed.facts import take_facts
 from onefold.deepspeed.leaves import mark_configured
 from onefold.deepspeed.meaning import BATCH, DeepSpeedConfig, refuse_auto, world_size_of
 from onefold.deepspeed.named import make_muon, optimizer_class, schedule_class
 from onefold.deepspeed.optimizers import count_as
+from onefold.deepspeed.precision import mark_for_the_wire
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
 from onefold.deepspeed.serving import serving
-from onefold.deepspeed.small import join
+from onefold.deepspeed.small import get_local_rank, join
 from onefold.deepspeed.state import whole_in
-from onefold.deepspeed.zero import ParameterOffload, mark
+from onefold.deepspeed.zero import ParameterOffload, mark, take_facts
 from onefold.device import available, default_device, of_local_rank, set_default
 from onefold.hosts import stream_to_vllm
 from onefold.layout import LOW
@@ -211,7 +209,11 @@ def _shard(
         if settings.autocast is not None:
             safe = settings.torch_autocast.lower_precision_safe_modules
             mark_for_the_wire(model, settings.autocast, safe)
-        onefold.shard(model, recipe, group=group, units=units, device=_device())
+        device = None  # without an accelerator the model stays where it is
+        if available():
+            device = of_local_rank(default_device().type, get_local_rank())
+            set_default(device)
+        onefold.shard(model, recipe, group=group, units=units, device=device)
     settings.cast_buffers(model)
 
 
@@ -309,15 +311,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         help="accepted; the launcher's environment is what counts",
     )
     return parser
-
-
-def _device() -> torch.device | None:
-    """Return this rank's accelerator; None if there is none, which leaves the model where it is."""
-    if not available():
-        return None
-    device = of_local_rank(default_device().type, int(os.environ.get("LOCAL_RANK", 0)))
-    set_default(device)
-    return device
 
 
 def _check(model: nn.Module, optimizer: Any, chosen: list[Any] | None, lr_scheduler: Any) -> None:

@@ -22,7 +22,7 @@ from onefold.runtime.hooks import is_sharded
 
 
 class ShardingAccelerator(Accelerator):
-    """The class that a Trainer's accelerator gets; see `adopt`.
+    """The class that a Trainer's accelerator gets. It keeps its attributes.
 
     Attributes:
         onefold_recipe: the recipe of the model that is trained.
@@ -43,7 +43,8 @@ class ShardingAccelerator(Accelerator):
         divides = divides_parameters(self.onefold_recipe) or loading.is_put_off(model)
         asked = evaluation_mode and divides
         if asked and not is_sharded(model):
-            shard_frozen(model, self.onefold_recipe, self.device)
+            model.requires_grad_(False)  # and its weights are not quantized
+            loading.shard(model.eval(), self.onefold_recipe.replace(frozen=None), self.device)
         if not is_sharded(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
         if not any(known is model for known in self._models):
@@ -87,18 +88,6 @@ class ShardingAccelerator(Accelerator):
         if is_sharded(model):
             return onefold.full_state_dict(model)
         return super().get_state_dict(model, unwrap)
-
-
-def adopt(accelerator: Any, recipe: Recipe) -> None:
-    """Turn a Trainer's accelerator into a `ShardingAccelerator`, which keeps its attributes."""
-    accelerator.__class__ = ShardingAccelerator
-    accelerator.onefold_recipe = recipe
-
-
-def shard_frozen(model: nn.Module, recipe: Recipe, device: Any) -> None:
-    """Shard a model that is only evaluated. Its weights are not quantized. Collective."""
-    model.requires_grad_(False)
-    loading.shard(model.eval(), recipe.replace(frozen=None), device)
 
 
 def _first_of_each_data_rank(accelerator: ShardingAccelerator) -> list[int]:

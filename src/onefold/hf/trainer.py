@@ -41,7 +41,7 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import refuse_another_state
 from onefold.hf import loading
-from onefold.hf.accelerator import adopt
+from onefold.hf.accelerator import ShardingAccelerator
 from onefold.hf.arguments import (
     divides_parameters,
     in_precision,
@@ -154,7 +154,8 @@ class TrainerMixin(_Host):
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
         self.recipe = in_precision(recipe, str(self.accelerator.mixed_precision))
-        adopt(self.accelerator, self.recipe)
+        self.accelerator.__class__ = ShardingAccelerator
+        self.accelerator.onefold_recipe = self.recipe
         # Trainer took it from the accelerator as it was before
         self.gather_function = functools.partial(
             self.accelerator.gather_for_metrics, use_gather_object=self.args.eval_use_gather_object
@@ -271,8 +272,20 @@ class TrainerMixin(_Host):
                 torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        step = int(self.state.global_step)
-        save_state(self.model, self._torch_optimizer(), output_dir, step)
+        """Write master weights, optimizer states and what else a run resumes from. Collective.
+
+        Frozen parameters are left out if the model has peft's adapters, except for embedding layers
+        that peft writes beside these.
+        """
+        model = self.model
+        onefold.save(
+            Path(output_dir) / STATE,
+            model=model,
+            optimizer=self._torch_optimizer(),
+            step=int(self.state.global_step),
+            overwrite=True,
+            frozen=embedding_layers(model) if getattr(model, "peft_config", None) else True,
+        )
         with self._first_rank_writes() as writes:
             if writes:
                 torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
@@ -378,22 +391,11 @@ def save_weights(model: nn.Module, folder: StrPath) -> None:
                 _move_into(aside, target if name == "default" else target / name)
 
 
-def save_state(model: nn.Module, optimizer: Any, folder: StrPath, step: int) -> None:
-    """Write master weights, optimizer states and what else a run resumes from. Collective.
-
-    Frozen parameters are left out if the model has peft's adapters, except for embedding layers
-    that peft writes beside these.
-    """
-    frozen = embedding_layers(model) if getattr(model, "peft_config", None) else True
-    path = Path(folder) / STATE
-    onefold.save(path, model=model, optimizer=optimizer, step=step, overwrite=True, frozen=frozen)
-
-
 def load_weights(model: nn.Module, folder: StrPath) -> None:
     """Load the weights of one of Trainer's checkpoints into the sharded model. Collective.
 
-    They are read from the master weights of `save_state` if it has written some, else from the
-    files of `save_weights` or of Trainer itself.
+    They are read from the master weights in the folder `STATE` if there is one, else from the files of
+    `save_weights` or of Trainer itself.
 
     Raises:
         CheckpointError: the folder has no weights, or those of another model; raised on every rank.
@@ -410,7 +412,7 @@ def load_weights(model: nn.Module, folder: StrPath) -> None:
 
 
 def load_state(model: nn.Module, optimizer: Any, folder: StrPath) -> None:
-    """Load what `save_state` has written. Collective.
+    """Load what is in the folder `STATE`. Collective.
 
     Raises:
         CheckpointError: the state is of another model; raised on every rank.
@@ -429,7 +431,7 @@ def load_state(model: nn.Module, optimizer: Any, folder: StrPath) -> None:
 
 
 def has_state(folder: StrPath) -> bool:
-    """Whether one of Trainer's checkpoints has what `save_state` writes."""
+    """Whether one of Trainer's checkpoints has the folder `STATE`."""
     return (Path(folder) / STATE / MANIFEST).is_file()
 
 
