@@ -519,8 +519,8 @@ FAULTS = [
         "stores",
         "a buffer is given away while a view still reads it",
         "memory.py",
-        "        if owners_of(buffer) <= 1:",
-        "        if owners_of(buffer) >= 0:",
+        "        unread = owners_of(buffer) <= 1",
+        "        unread = True",
         ["tests/stores/test_memory.py"],
     ),
     Fault(
@@ -590,8 +590,8 @@ FAULTS = [
         "stores",
         "a pool hands a buffer out twice",
         "memory.py",
-        "            buffer, _ = free.pop()",
-        "            buffer, _ = free[-1]",
+        "            buffer, _ = self._free[numel, dtype].pop()",
+        "            buffer, _ = self._free[numel, dtype][-1]",
         ["tests/stores/test_memory.py"],
     ),
     Fault(

@@ -16,9 +16,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 import onefold
 
+#: What a compiler leaves behind.
+NO_MEMORY = (FakeTensor, FunctionalTensor)
 #: {tier: {category: bytes}}
 Held = dict[str, dict[str, int]]
 #: What the host keeps for later; how much of it depends on how far a disk or a copy is.
@@ -116,18 +120,20 @@ def known_as_weights(model: nn.Module) -> tuple[set[int], set[int]]:
     return set(engine(model).gather.by_storage), whole
 
 
-def living() -> int:
+def living(places: tuple[str, ...] = ()) -> int:
     """The memory behind every tensor that Python can reach, each storage once: it is counted without
     Onefold's own ledgers.
+
+    `places`: kinds of devices; by default the CPU and the default device.
     """
     storages: dict[int, int] = {}
-    places = {"cpu", torch.get_default_device().type}
+    places = places or ("cpu", torch.get_default_device().type)
     for thing in gc.get_objects():
         try:
             is_tensor = issubclass(type(thing), torch.Tensor)
         except Exception:  # a proxy whose class raises
             continue
-        if is_tensor and thing.device.type in places:
+        if is_tensor and not issubclass(type(thing), NO_MEMORY) and thing.device.type in places:
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
                 storages[storage.data_ptr()] = storage.nbytes()
@@ -202,8 +208,9 @@ def disk(model: nn.Module) -> Any:
 @dataclass
 class Planned:
     """What the plan says of a rank's step: bytes that rest (as `held`), that are `sent` (and by
-    link, and between nodes by move) and `moved`, and at the `peak` on the device. `host_bound`:
-    bytes that the host's peak may not pass. `left`: on the device behind the step.
+    link, and between nodes by move) and `moved`, and at the `peak` on the device. `host_bound`,
+    `spare`: bytes that the host's peak, and what it keeps for later, may not pass. `left`: on the
+    device behind the step.
     """
 
     rest: Held
@@ -213,6 +220,7 @@ class Planned:
     moved: dict[str, int]
     peak: int
     host_bound: int
+    spare: int
     left: dict[str, int]
 
 
@@ -242,18 +250,17 @@ def planned(
     program = Program(units, recipe, micro_batches, window, native, optimizer)
     away = offloaded_bytes(units, recipe, micro_batches, optimizer, streams)
     by_link = _by_link(program, per_node, rank)
+    rest = {"device": at_rest(units, optimizer), **{t: dict(h) for t, h in away.rest.items()}}
+    spare = sum(rest["host"].pop(name, 0) for name in SPARE)
     return Planned(
-        {
-            tier: held
-            for tier, held in {"device": at_rest(units, optimizer), **away.rest}.items()
-            if held
-        },
+        {tier: held for tier, held in rest.items() if held},
         program.bytes_of("move"),
         {link: sum(by.values()) for link, by in by_link.items()},
         {move: n for move, n in by_link["between"].items() if n},
         program.bytes_of("copy", "disk"),
         sum(program.peak.values()),
         away.host,
+        spare,
         program.ledger.now(),
     )
 

@@ -14,12 +14,12 @@ from onefold.reading import DEEPEST, LARGEST, open_regular, parse_json, read_byt
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("1" * 5000, "A number of 5000 digits: line 1 column 1"),
-        ('{"a":\n [-' + "7" * 4301 + "]}", "A number of 4301 digits: line 2 column 4"),
+        ("1" * 5000, "value has 5000 digits"),
+        ('{"a":\n [-' + "7" * 4301 + "]}", "value has 4301 digits"),
         ("[" * (DEEPEST + 1) + "]" * (DEEPEST + 1), "Nested too deeply"),
         ('{"a":' * 100_000 + "1" + "}" * 100_000, "Nested too deeply"),
         ("[" * 100_000, "Nested too deeply"),
-        (b'{"a": "\xff"}', "No UTF-8: line 1 column 8"),
+        (b'{"a": "\xff"}', "utf-8.*position 7"),
         ("", "Expecting value"),
         ("{'a': 1}", "Expecting property name"),
     ],

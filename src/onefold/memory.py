@@ -5,7 +5,6 @@ modules and no collectives.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import re
 import threading
@@ -52,16 +51,13 @@ class TierError(RuntimeError):
     """A file operation failed. The message has the operation, path, system's error and a hint."""
 
 
-def in_words(error: OSError) -> str:
-    """Return the system's error message, and a hint what to do about it if there is one."""
+def failure(what: str, path: Path, error: OSError) -> TierError:
+    """Return the error for an operation `what` on `path` that the system refused, with a hint what to
+    do about it if there is one.
+    """
     said = error.strerror or str(error) or type(error).__name__
     hint = _HINTS.get(error.errno or 0)
-    return f"{said}; {hint}" if hint else said
-
-
-def failure(what: str, path: Path, error: OSError) -> TierError:
-    """Return the error for an operation `what` on `path` that the system refused."""
-    return TierError(f"{what} {path} failed: {in_words(error)}.")
+    return TierError(f"{what} {path} failed: {said}{f'; {hint}' if hint else ''}.")
 
 
 # -- the host's memory -----------------------------------------------------------------------------
@@ -154,7 +150,7 @@ def empty(
     if pinned is not None and numel:
         return host_empty(numel, dtype, pinned, paged=paged)
     # A disk transfers huge pages in longer pieces, so paged buffers use them from a smaller size on
-    large = nbytes >= (HUGE_PAGE if paged else LARGE) and hasattr(mmap, "MADV_HUGEPAGE")
+    large = nbytes >= (HUGE_PAGE if paged else LARGE)
     plain = device.type != "cpu" or not (large or paged) or numel == 0
     # Under a dispatch mode torch must make the tensor: it may be a fake one
     if plain or torch._C._len_torch_dispatch_stack():
@@ -247,33 +243,59 @@ class Pool:
             list
         )
         self._taken: dict[int, tuple[str, str]] = {}
+        self._lent: list[torch.Tensor] = []
         self._drained = 0
+        # Optimizer steps in the backward pass take buffers in a thread of their own
+        self._lock = threading.Lock()
 
     def take(self, numel: int, dtype: torch.dtype, category: str, unit: str = "") -> torch.Tensor:
         """Return a buffer, [numel], with undefined contents, and enter it in the ledger."""
-        free = self._free[numel, dtype]
-        try:
-            buffer, _ = free.pop()  # another thread may have taken the last one
-            self.ledger.add(IDLE, -nbytes_of(buffer))
-        except IndexError:
-            if self.pinned is None:
-                self.drain()  # before allocating
-            buffer = empty(numel, dtype, self.device, self.paged, self.pinned)
+        buffer = self._buffer(numel, dtype)
         self._taken[id(buffer)] = category, unit
         self.ledger.add(category, nbytes_of(buffer), unit)
         return buffer
 
     def fresh(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return new memory that will not come back; the caller enters it in the ledger."""
-        return empty(numel, dtype, self.device)
+        """Return memory for a tensor that nobody will give back; the caller enters it in the ledger.
+        Pinned memory comes back by itself when no tensor lies in it any more: a copy in flight holds
+        both of its tensors (`CopyStream`), so it is not being copied then.
+        """
+        if self.pinned is None:
+            return empty(numel, dtype, self.device)
+        if not self._free[numel, dtype]:
+            self.idle()
+        buffer = self._buffer(numel, dtype)
+        self._lent.append(buffer)
+        return buffer[:]
+
+    def idle(self) -> int:
+        """Return the bytes of idle buffers, after taking back what nobody uses any more."""
+        with self._lock:
+            self._lent = [buffer for buffer in self._lent if not self._take_back(buffer)]
+        return self.ledger.held(IDLE)
+
+    def _buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        try:
+            buffer, _ = self._free[numel, dtype].pop()  # another thread may have taken the last one
+        except IndexError:
+            if self.pinned is None:
+                self.drain()  # before allocating
+            return empty(numel, dtype, self.device, self.paged, self.pinned)
+        self.ledger.add(IDLE, -nbytes_of(buffer))
+        return buffer
+
+    def _take_back(self, buffer: torch.Tensor) -> bool:
+        unread = owners_of(buffer) <= 1
+        if unread:
+            self._free[buffer.numel(), buffer.dtype].append((buffer, self._drained))
+            self.ledger.add(IDLE, nbytes_of(buffer))
+        return unread
 
     def give(self, buffer: torch.Tensor) -> None:
         """Take a buffer back. Other code may still hold a view, which keeps its memory alive."""
         category, unit = self._taken.pop(id(buffer))
         self.ledger.add(category, -nbytes_of(buffer), unit)
-        if owners_of(buffer) <= 1:
-            self._free[buffer.numel(), buffer.dtype].append((buffer, self._drained))
-            self.ledger.add(IDLE, nbytes_of(buffer))
+        self._take_back(buffer)
 
     def drain(self) -> None:
         """Free every idle buffer; of pinned ones those that nobody has taken for a while."""
@@ -288,8 +310,9 @@ class Pool:
             idle[:] = [each for each in idle if each[1] >= self._drained - 2]
 
     def close(self) -> None:
-        """Free every idle buffer."""
+        """Free every idle buffer, and forget those that nobody will give back."""
         self._free.clear()
+        self._lent.clear()
         self.ledger.set(IDLE, 0)
 
 

@@ -30,7 +30,6 @@ def few(names: Iterable[str], count: int = 5, between: str = ", ") -> str:
 
 
 _SECONDS = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-_WHOLE = re.compile(r"(?:\d+(?:\.\d+)?[dhms])+")
 _PART = re.compile(r"(\d+(?:\.\d+)?)([dhms])")
 
 
@@ -41,13 +40,9 @@ def seconds_of(text: str) -> float:
         ValueError: it is not a duration. A number without a unit is refused: it means minutes in
             Slurm and seconds elsewhere.
     """
-    squeezed = re.sub(r"\s+", "", text.lower())
-    total = (
-        sum(float(number) * _SECONDS[unit] for number, unit in _PART.findall(squeezed))
-        if _WHOLE.fullmatch(squeezed)
-        else 0.0
-    )
-    if not 0 < total < 1e9:  # 30 years
+    found = _PART.findall(squeezed := re.sub(r"\s+", "", text.lower()))
+    total = sum(float(number) * _SECONDS[unit] for number, unit in found)
+    if "".join(map("".join, found)) != squeezed or not 0 < total < 1e9:  # 30 years
         raise ValueError("expected a length of time with its units, such as 90s, 170m or 2h50m")
     return total
 

@@ -176,7 +176,7 @@ HOSTILE: dict[str, tuple[Hurt, str]] = {
     "a class of torch": (scheduler(_anneal_func={"$dtype": "PyTorchFileWriter"}), "no value that Onefold writes"),
     "a tag that nobody knows": (extra({"$call": "os.system"}), "of the kind '.call'"),
     "a large scalar": (step({"$tensor": {"dtype": "F32", "shape": [1 << 40], "data": ""}}), "0 bytes of data"),
-    "digits": (partial(write_state, text=DIGITS), "A number of 5000 digits"),
+    "digits": (partial(write_state, text=DIGITS), "value has 5000 digits"),
     "depth": (partial(write_state, text=DEPTH), "Nested too deeply"),
     "a manifest of depth": (partial(write_manifest, text=DEPTH), "Nested too deeply"),
     "a shape beyond 64 bits": (tensor(shape=[10**30]), r"tensors.0.shape.0 is 10+:"),

@@ -33,7 +33,7 @@ def test_closing_waits_for_what_goes_down_into_host_memory_that_is_about_to_go()
     for seed in range(5):
         virtual.reset(seed)
         moving, source = transfers(), torch.full((4096,), 2.0, device=DEVICE)
-        low = moving.pinned.empty(4096, torch.float32)
+        low = moving.pool.fresh(4096, torch.float32)
         moving.down.copy(low, source)
         moving.close()
         assert virtual.cpu_alias(low).eq(2.0).all(), (

@@ -130,7 +130,7 @@ def test_spans_follow_the_chat_template_and_are_none_where_it_rewrites_turns() -
         ),
         (
             '{"text": "a", "n": ' + "9" * 5000 + "}",
-            "line 1: not JSON in UTF-8 (A number of 5000 digits",
+            "line 1: not JSON in UTF-8 (Exceeds the limit",
         ),
         ('{"text": ' + "[" * 100_000, "line 1: not JSON in UTF-8 (Nested too deeply"),
     ],

@@ -269,19 +269,26 @@ def test_steps_on_the_host_have_the_same_bits_at_any_number_of_threads() -> None
     ("stage", "micro_batches", "tiers"),
     [
         (2, 1, {"offload_optimizer": "cpu"}),
+        (1, 2, {"offload_optimizer": "cpu", "precision": "bf16"}),
         (3, 3, {"offload_optimizer": "cpu", "offload_param": "cpu", "precision": "bf16"}),
         (3, 2, {"offload_optimizer": "cpu", "offload_amount": 0.5}),
         (3, 2, {"precision": "bf16", **BEHIND}),
+        (2, 1, BEHIND),
+        (2, 1, {"offload_optimizer": "nvme", "offload_gradients": "cpu", "precision": "bf16"}),
+        (3, 2, {"offload_optimizer": "nvme", "offload_param": "nvme"}),
     ],
 )
-def test_the_plan_of_a_device_with_streams_says_what_it_holds_at_most(
-    stage: int, micro_batches: int, tiers: dict[str, Any]
+def test_the_ledgers_of_a_device_with_streams_have_all_memory_and_the_plan_says_how_much(
+    stage: int, micro_batches: int, tiers: dict[str, Any], tmp_path: Path
 ) -> None:
-    recipe, made = onefold.Recipe.zero(stage, **tiers), TinyGPT(width=192, depth=4)
+    disk = {"nvme": str(tmp_path)} if "nvme" in str(tiers) else {}
+    recipe, made = onefold.Recipe.zero(stage, **tiers, **disk), TinyGPT(width=192, depth=4)
     planned = looks.planned(made, recipe, 1, 0, micro_batches, streams=True)
-    model = onefold.shard(made, recipe, device="virtual")
+    del made
+    before = looks.living(("cpu", "virtual"))
+    model = onefold.shard(TinyGPT(width=192, depth=4), recipe, device="virtual")
     optimizer = adamw(model.parameters())
-    for step in range(3):
+    for step in range(5):
         looks.watch(model)
         for micro in range(micro_batches):
             last = micro + 1 == micro_batches
@@ -289,6 +296,15 @@ def test_the_plan_of_a_device_with_streams_says_what_it_holds_at_most(
                 model(tokens_of(10 * step + micro).to("virtual")).float().backward()
         optimizer.step()
         optimizer.zero_grad()
+        held = looks.held(model, optimizer)
+        assert sum(looks.host_peak(model).values()) <= planned.host_bound
+        if "precision" not in tiers:  # else casts are on their way up, as long as copies lag behind
+            assert looks.spare(model) <= planned.spare
     assert looks.moved(model) == planned.moved
     assert sum(looks.peak(model).values()) <= 1.05 * planned.peak
-    assert "gradients on their way" not in looks.held(model).get("device", {})
+    assert "gradients on their way" not in held.get("device", {})
+    assert held == planned.rest
+    if not disk:  # pinned for direct reads, a buffer begins on a page within larger memory
+        rests = sum(n for tier in ("device", "host") for n in held.get(tier, {}).values())
+        living = looks.living(("cpu", "virtual")) - before - looks.spare(model)
+        assert abs(living - rests) < 16 << 10

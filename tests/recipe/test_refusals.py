@@ -101,6 +101,7 @@ NOTES: list[tuple[Recipe, list[str]]] = [
     (Recipe.zero(2, **DISK, chunk=65536, nvme_threads=8), []),
     (Recipe.zero(2).replace(offload_amount=0.5), ["offload_amount=0.5"]),
     (Recipe.zero(3, offload_param="cpu", offload_optimizer="cpu"), []),
+    (Recipe.zero(3, offload_param="cpu"), ["offload_param='cpu'"]),
 ]  # fmt: skip
 
 

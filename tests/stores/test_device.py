@@ -18,6 +18,7 @@ from torch import Tensor
 import onefold
 import virtual
 from onefold import device as room
+from onefold.memory import IDLE, MemoryLedger, Pool
 from zoo import TinyGPT, features_of, tokens_of
 
 LINE = 4096  # bytes: 1,024 elements
@@ -30,6 +31,10 @@ def schedules(count: int) -> Iterator[torch.device]:
         virtual.start(seed, timeout=10)
         yield torch.device("virtual:0")
         assert [str(v) for v in virtual.violations()] == [], f"seed {seed}"
+
+
+def pinned_for(device: torch.device) -> Pool:
+    return Pool(torch.device("cpu"), MemoryLedger(), pinned=device)
 
 
 def on_host(low: Tensor) -> Tensor:
@@ -74,10 +79,10 @@ def test_copies_are_right_whenever_they_run() -> None:
     for seed, device in enumerate(schedules(30)):
         window = (0, LINE, MIB)[seed % 3]
         down, up = room.CopyStream(device, window), room.CopyStream(device, window)
-        pinned, results = room.HostBuffers(device), []
+        pinned, results = pinned_for(device), []
         for i in range(12):
             source = torch.full((1024,), float(i), device=device) * 2
-            low = pinned.empty(1024, torch.float32)
+            low = pinned.fresh(1024, torch.float32)
             ticket = down.copy(low, source)
             del source
             ticket.synchronize()
@@ -95,9 +100,9 @@ def test_copies_are_right_whenever_they_run() -> None:
 @virtual.alone
 def test_copies_hold_the_window_and_the_host_does_not_wait() -> None:
     for device in schedules(10):
-        down, pinned = room.CopyStream(device, window=3 * LINE), room.HostBuffers(device)
+        down, pinned = room.CopyStream(device, window=3 * LINE), pinned_for(device)
         held: list[int] = []
-        lows = [pinned.empty(1024, torch.float32) for _ in range(6)]
+        lows = [pinned.fresh(1024, torch.float32) for _ in range(6)]
         with virtual.no_synchronization():
             for i, low in enumerate(lows):
                 held.append(i)
@@ -114,10 +119,10 @@ def test_copies_hold_the_window_and_the_host_does_not_wait() -> None:
 @virtual.alone
 def test_the_host_waits_where_copies_hold_too_much_of_its_memory() -> None:
     for device in schedules(10):
-        up, pinned = room.CopyStream(device, window=LINE), room.HostBuffers(device)
+        up, pinned = room.CopyStream(device, window=LINE), pinned_for(device)
         into, places = torch.empty(1024, device=device), set()
         for i in range(40):
-            low = pinned.empty(1024, torch.float32).fill_(float(i))
+            low = pinned.fresh(1024, torch.float32).fill_(float(i))
             places.add(low.data_ptr())
             up.copy(into, low)
             del low
@@ -131,10 +136,10 @@ def test_the_device_adds_to_sums_on_the_host_what_the_host_would() -> None:
     for seed, device in enumerate(schedules(8)):
         chunk, dtype = (512, 4096)[seed % 2], (torch.float32, torch.bfloat16)[seed // 2 % 2]
         taken: list[int] = []
-        down, pinned = room.CopyStream(device), room.HostBuffers(device)
+        down, pinned = room.CopyStream(device), pinned_for(device)
         sums = room.HostSums(down, taken=taken.append, chunk=chunk)
-        low, cast = (pinned.empty(3000, torch.float32).zero_() for _ in range(2))
-        steps = [pinned.empty(3000, dtype) for _ in range(4)]
+        low, cast = (pinned.fresh(3000, torch.float32).zero_() for _ in range(2))
+        steps = [pinned.fresh(3000, dtype) for _ in range(4)]
         expected = torch.zeros(3000)
         for i, step in enumerate(steps):  # each finds what the one before has sent
             step.copy_(features_of(i, 3000) * 10.0**i)
@@ -160,19 +165,32 @@ def test_the_device_adds_to_sums_on_the_host_what_the_host_would() -> None:
 
 @virtual.alone
 def test_pinned_buffers_are_used_again_when_nobody_holds_them() -> None:
-    buffers = room.HostBuffers(torch.device("virtual:0"))
-    first = buffers.empty(1000, torch.float32)
+    buffers = pinned_for(torch.device("virtual:0"))
+
+    def idle() -> int:
+        buffers.ledger.look()
+        return buffers.ledger.held(IDLE)
+
+    buffers.ledger.probes[IDLE] = buffers.idle
+    first = buffers.fresh(1000, torch.float32)
     assert first.is_pinned()
     place = first.data_ptr()
-    assert buffers.empty(1000, torch.float32).data_ptr() != place
+    assert buffers.fresh(1000, torch.float32).data_ptr() != place and idle() == 4000
     del first
-    half = buffers.empty(2000, torch.bfloat16)  # as many bytes
-    assert half.data_ptr() == place
-    view = half[5:10]
-    del half
-    assert buffers.empty(1000, torch.float32).data_ptr() != place, "a view of it was held"
+    assert idle() == 8000
+    places = [buffers.fresh(1000, torch.float32) for _ in range(2)]
+    assert place in {each.data_ptr() for each in places} and idle() == 0
+    view = places.pop()[5:10]
+    place = view.data_ptr() - 20
+    assert buffers.fresh(1000, torch.float32).data_ptr() != place, "a view of it was held"
     del view
-    assert buffers.empty(1000, torch.float32).data_ptr() == place
+    again = [buffers.fresh(1000, torch.float32) for _ in range(2)]
+    assert place in {each.data_ptr() for each in again} and idle() == 0
+    del places, again
+    for _ in range(3):
+        assert idle()
+        buffers.drain()
+    assert idle() == 0
     paged = room.host_empty(3000, torch.float32, torch.device("virtual:0"), paged=True)
     assert paged.is_pinned() and paged.data_ptr() % 4096 == 0 and paged.numel() == 3000
 

@@ -53,7 +53,7 @@ from onefold.layout.holders import BoxInterval, TensorBox, whole_region
 from onefold.optim.faced_states import stepped_elsewhere
 from onefold.optim.states import meet, show_states
 from onefold.optim.verdict import fresh_state
-from onefold.optim.whole import Owned, owned
+from onefold.optim.whole import Owned, owned_by
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -226,7 +226,7 @@ class OptimizerState(_State):
                         f"parameter {name!r} is in two parameter groups or optimizers: DCP holds"
                         " one state for a name."
                     )
-                whole = owned(optimizer, entry.param)
+                whole = owned_by(optimizer).get(id(entry.param))
                 if not _holds_some(entry, whole):
                     continue
                 values = optimizer.state.get(entry.param)
@@ -261,7 +261,8 @@ class OptimizerState(_State):
             self._take_options(state["param_groups"])
             elsewhere: dict[Optimizer, list[Any]] = {each: [] for each in self.optimizers}
             for optimizer, _, name, entry in self._parameters():
-                whole, known = owned(optimizer, entry.param), optimizer.state.get(entry.param)
+                whole = owned_by(optimizer).get(id(entry.param))
+                known = optimizer.state.get(entry.param)
                 if not _holds_some(entry, whole):
                     if whole is None and (entry.param.requires_grad or known):
                         elsewhere[optimizer].append(entry.param)

@@ -305,7 +305,7 @@ class Group:
     def _connect(self, parts: Sequence[Sequence[int]] = (), parent: Any = None) -> None:
         """Make the native communicators, and the levels. Collective over `parent`, by `parts`."""
         shared, topology = self.shared, self.topology
-        if not self.alone and self.backend != "gloo":
+        if self.native:
             warn_of_one_connection(self.device)
             make = partial(shared.communicators.make, self.backend, parts, parent)
             # On two levels every gather runs over the levels, and needs no communicator here
@@ -351,8 +351,7 @@ class Group:
     @property
     def native(self) -> bool:
         """Whether moves are the backend's own operations, on the device."""
-        own = self.backend != "gloo" and not self.stands_for_all
-        return self.size > 1 and own
+        return not self.alone and self.backend != "gloo"
 
     @property
     def broken(self) -> StallError | None:
@@ -361,10 +360,6 @@ class Group:
     @property
     def run_ahead(self) -> RunAhead | None:
         return self.shared.run_ahead
-
-    @property
-    def control_group(self) -> Any:
-        return self.shared.control
 
     def communicator(self) -> Any:
         """Make a gloo communicator over all ranks whose caller limits waits. Collective."""
@@ -423,7 +418,7 @@ class Group:
         if self._own:
             self._note(over, move, number, about)
         with self._launching(context):
-            works = start(self._own[over] if self._own else self.control_group)
+            works = start(self._own[over] if self._own else self.shared.control)
         return Pending(self, works, context, event, tensors, after)
 
     def _note(self, over: int, move: str, number: int, about: Any) -> None:
@@ -656,7 +651,7 @@ class Group:
         messages with different numbers are never taken for each other.
         """
         first, source = self.rank == 0, self._at[0]
-        if not self.native or self.alone:
+        if not self.native:
             sends = [(p, message) for p in self.peers] if first else []
             recvs = [] if first else [(0, message)]
             return self.exchange(sends, recvs, context, number)
@@ -839,7 +834,7 @@ class Group:
         on the host. Messages of different lengths have different tags, so they are never taken for
         each other.
         """
-        tag, over = self.tag(kind, sent.shape[-1]), self.control_group
+        tag, over = self.tag(kind, sent.shape[-1]), self.shared.control
         to, source = (self._at_control[(self.rank + n) % self.size] for n in (by, -by))
         self.ledger.control_bytes += sent.numel()
         with self._launching(context):

@@ -69,11 +69,6 @@ class Sent(NamedTuple):
     between: int = 0
     plain: int = 0
 
-    @classmethod
-    def of(cls, event: TrafficEvent) -> Sent:
-        """Return the bytes of an event."""
-        return cls(event.nbytes, event.between, event.plain or event.nbytes)
-
 
 def _together(some: Iterable[Sent]) -> Sent:
     return Sent(*map(sum, zip(*some, strict=True)))
@@ -103,8 +98,11 @@ class TrafficLedger:
 
     def record(self, event: TrafficEvent) -> TrafficEvent:
         """Record a move that is about to start. `waited` or `marked` completes the event."""
-        key = event.move, event.unit
-        self._sent[key] = _together((self._sent.get(key, Sent()), Sent.of(event)))
+        key, sent = (
+            (event.move, event.unit),
+            Sent(event.nbytes, event.between, event.plain or event.nbytes),
+        )
+        self._sent[key] = _together((self._sent.get(key, Sent()), sent))
         if self.wanted():
             self.events.append(event)
         return event

@@ -15,7 +15,7 @@ CPU, and on a device without streams (with one warning), the same calls run sync
 """
 
 from onefold.device.copies import CopyStream, HostSums, Reading, chunk_for, within
-from onefold.device.pinned import HostBuffers, host_empty, host_pages, owners_of
+from onefold.device.pinned import host_empty, host_pages, owners_of
 from onefold.device.streams import (
     available,
     backend_name,

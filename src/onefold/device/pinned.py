@@ -11,9 +11,7 @@ import contextlib
 import mmap
 import os
 import sys
-import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -121,11 +119,6 @@ def host_pages(
     return torch.frombuffer(mapping, dtype=torch.uint8, count=whole if paged else nbytes)[:nbytes]
 
 
-def can_pin_in_place(device: torch.device) -> bool:
-    """Whether existing memory can be pinned for `device`."""
-    return _runtime(device) is not None
-
-
 def _runtime(device: torch.device) -> Any:
     """Return the library that pins memory in place: the CUDA runtime, or ROCm's."""
     if device.type == "cuda":
@@ -146,7 +139,7 @@ def host_empty(
     nbytes = numel * dtype.itemsize
     if not has_streams(device):
         return torch.empty(numel, dtype=dtype, device="cpu")
-    if nbytes >= SMALL and can_pin_in_place(device):
+    if nbytes >= SMALL and _runtime(device) is not None:
         return host_pages(nbytes, nbytes >= HUGE_PAGE, device, paged).view(dtype)
     if not paged or not nbytes:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=True)
@@ -156,45 +149,6 @@ def host_empty(
     buffer = torch.empty(whole + mmap.PAGESIZE, dtype=torch.uint8, device="cpu", pin_memory=True)
     skipped = -buffer.data_ptr() % mmap.PAGESIZE
     return buffer[skipped : skipped + nbytes].view(dtype)
-
-
-class HostBuffers:
-    """Buffers for copies to and from one device. They are reused, because pinning takes longer than
-    copying.
-
-    A buffer is free when no tensor refers to it. A copy in flight holds both of its tensors (see
-    CopyStream), so a free buffer is not being copied.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._known: dict[int, list[torch.Tensor]] = defaultdict(list)  # by bytes
-        self._storages: set[int] = set()
-        # Optimizer steps in the backward pass take buffers in a thread of their own
-        self._lock = threading.Lock()
-
-    def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a buffer, [numel]; plain memory if the device has no streams."""
-        if not has_streams(self.device) or not numel:
-            return torch.empty(numel, dtype=dtype, device="cpu")
-        nbytes = numel * dtype.itemsize
-        with self._lock:
-            for known in self._known[nbytes]:
-                if owners_of(known) == 1:
-                    return known[:].view(dtype)
-            fresh = host_empty(nbytes, torch.uint8, self.device)
-            self._known[nbytes].append(fresh)
-            self._storages.add(fresh.untyped_storage()._cdata)
-            return fresh[:].view(dtype)
-
-    def holds(self, t: torch.Tensor) -> bool:
-        """Return whether `t` lies in one of these buffers."""
-        return t.untyped_storage()._cdata in self._storages
-
-    def close(self) -> None:
-        """Forget all buffers: free ones are freed now, the others with their last tensor."""
-        self._known.clear()
-        self._storages.clear()
 
 
 def owners_of(t: torch.Tensor) -> int:

@@ -51,18 +51,13 @@ class Matrix:
     @cached_property
     def work(self) -> int:
         """FLOPs of its update."""
-        return update_flops(self.shape)
-
-
-def update_flops(shape: Sequence[int]) -> int:
-    """Return the FLOPs of the update of a matrix. Of three dimensions, the first counts the matrices
-    of a stack; of more (convolutions), all but the first are one.
-    """
-    return product_flops(shape) + _PER_ELEMENT * prod(shape)
+        return product_flops(self.shape) + _PER_ELEMENT * self.numel
 
 
 def product_flops(shape: Sequence[int]) -> int:
-    """Return those of its FLOPs that are matrix products."""
+    """Return the FLOPs of the matrix products in the update of a matrix. Of three dimensions, the first
+    counts the matrices of a stack; of more (convolutions), all but the first are one.
+    """
     numel = prod(shape)
     if len(shape) < 2 or not numel:
         return 0
@@ -109,17 +104,15 @@ def assign(
     return out
 
 
-def rounds(
-    matrices: Iterable[Matrix], owners: Mapping[int, int], room: int = ROUND
-) -> list[list[Matrix]]:
+def rounds(matrices: Iterable[Matrix], owners: Mapping[int, int]) -> list[list[Matrix]]:
     """Return the matrices in the order in which they travel. In each round an owner gets the next
-    of its matrices, longest first: one, or several small ones that have at most `room` elements.
+    of its matrices, longest first: one, or several small ones that have at most `ROUND` elements.
     """
     out: list[list[Matrix]] = []
     at: dict[int, tuple[int, int]] = {}  # the round of an owner, and its elements there
     for matrix in sorted(matrices, key=lambda m: (-m.work, m.key)):
         number, taken = at.get(owners[matrix.key], (0, 0))
-        if taken and taken + matrix.numel > room:
+        if taken and taken + matrix.numel > ROUND:
             number, taken = number + 1, 0
         at[owners[matrix.key]] = number, taken + matrix.numel
         if number == len(out):

@@ -36,7 +36,7 @@ import torch
 
 from onefold.layout.flat import FlatLayout, Slot, Topology, overlap, round_up
 from onefold.recipe import Placement, Recipe, Tier
-from onefold.recipe.moments import bytes_of_moments
+from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, NATIVE
 
@@ -381,7 +381,7 @@ class ShardSpec:
         numel = self.local(slot)
         if self.moments is None:
             return count * numel * self.dtypes.master.itemsize
-        return bytes_of_moments(numel, self.moments, whole=slot.numel, moments=count)
+        return count * FORMATS[self.moments].of(slot.numel).nbytes(numel)
 
     # -- gathered ----------------------------------------------------------------------------------
 
@@ -408,7 +408,14 @@ class ShardSpec:
     @cached_property
     def hops(self) -> tuple[Hop, ...]:
         """The hops of a reduction of gradients, from the whole to the interval."""
-        return hops_of(self.topology, self.position, self.layout.shard_numel)
+        inner, outer, interval = self.topology.inner, self.topology.outer, self.layout.shard_numel
+        if not self.topology.two_levels:
+            return (Hop("all", self.ranks, 0, interval, self.position),)
+        first = self.position // outer * outer * interval
+        return (
+            Hop("intra-group", inner, 0, outer * interval, self.position // outer),
+            Hop("inter-group", outer, first, interval, self.position % outer),
+        )
 
     @property
     def broadcast_back(self) -> tuple[Hop, ...]:
@@ -458,18 +465,6 @@ class ShardSpec:
             and wire == self.dtypes.sums == dtype
         )
         return Exchange(wire, numel * narrowed, hop.size - 1 - summed, own, own * summed)
-
-
-def hops_of(topology: Topology, position: int, interval: int) -> tuple[Hop, ...]:
-    """Return the hops of a reduction that leaves `interval` elements on each rank."""
-    inner, outer = topology.inner, topology.outer
-    if not topology.two_levels:
-        return (Hop("all", topology.size, 0, interval, position),)
-    first = position // outer * outer * interval
-    return (
-        Hop("intra-group", inner, 0, outer * interval, position // outer),
-        Hop("inter-group", outer, first, interval, position % outer),
-    )
 
 
 def padded_bytes(codec: Encoding, numel: int) -> int:

@@ -108,6 +108,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
                 _Stepping(optimizer, engine, ready).run(disk)
     except (OSError, TierError) as failure:
         error = failure
+    engine.transfers.pool.drain()
     if engine.on_disk:
         try:
             agree_on_failure(
@@ -119,7 +120,6 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
             engine.transfers.broken = HALF
             raise
         finally:
-            engine.transfers.pool.drain()
             # The error's traceback refers to this frame. Without `del` this reference cycle would
             # keep the model alive until the garbage collector runs.
             del error

@@ -148,11 +148,12 @@ class OffloadStorage(Storage):
             self.transfers.entered("up", self.flat.unit_name, nbytes_of(into))
         # Cast on the host: half the bytes go up
         if self.transfers.up.asynchronous and not into.is_cpu and into.dtype != master.dtype:
-            low = self.transfers.pinned.empty(master.numel(), into.dtype)
+            self.transfers.risen()
+            low = self.transfers.pool.take(master.numel(), into.dtype, STAGING, self.flat.unit_name)
             low.copy_(master)
-            master = low
+            self.transfers.rise(into, low)
         # Host to host. Earlier copies up may still read `into`.
-        if into.is_cpu and self.transfers.up.asynchronous:
+        elif into.is_cpu and self.transfers.up.asynchronous:
             self.transfers.up.wait()
             into.copy_(master)
         else:
@@ -192,7 +193,7 @@ class OffloadStorage(Storage):
             self.transfers.entered("down", self.flat.unit_name, nbytes_of(total))
         else:
             norms = torch._foreach_norm([*measured.values()], 2.0) if measured else ()
-            low = self.transfers.pinned.empty(total.numel(), self.flat.dtypes.master)
+            low = self.transfers.pool.fresh(total.numel(), self.flat.dtypes.master)
             self.transfers.entered("down", self.flat.unit_name, nbytes_of(low))
             copy = (
                 self.transfers.down.copy if low.dtype == total.dtype else self.transfers.sums.cast
@@ -214,14 +215,14 @@ class OffloadStorage(Storage):
         """
         if self.gradients_on_disk or not self.transfers.down.asynchronous:
             return False
-        dtype, holds = self.flat.dtypes.master, self.transfers.pinned.holds
+        dtype = self.flat.dtypes.master
         there = [
             (low, part)
             for low, part in pairs
             if low is not None
             and low.dtype == dtype
             and low.is_contiguous()
-            and (holds(low) or not low.numel())
+            and (low.is_pinned() or not low.numel())
         ]
         if not there or len(there) < len(pairs):
             return False
@@ -271,7 +272,7 @@ class OffloadStorage(Storage):
 
     def norm_on_device(self, part: torch.Tensor, p: float) -> torch.Tensor:
         """Return the p-norm of `part`, in host memory, as the device computes it."""
-        if not self.transfers.pinned.holds(part):
+        if not part.is_pinned():
             return torch._foreach_norm([part.to(self.device)], p)[0]
         up = torch.empty(part.numel(), dtype=part.dtype, device=self.device)
         self.transfers.up.order(self.transfers.up.copy(up, part))
@@ -394,7 +395,7 @@ class NvmeStorage(OffloadStorage):
         if key and not value.is_meta:
             return super().read(entry, key, value, x, y)
         if x == y:  # a rank that steps nothing here has no region of this state
-            return torch.empty(0, dtype=value.dtype)
+            return torch.empty(0, dtype=value.dtype, device="cpu")
         return self.part(*self._place(entry, key, value, x, y))
 
     def write(

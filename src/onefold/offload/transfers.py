@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from onefold.comm import TrafficEvent, TrafficLedger
-from onefold.device import (
-    CopyStream,
-    HostBuffers,
-    HostSums,
-    host_threads,
-    using_threads,
-)
+from onefold.device import CopyStream, HostSums, host_threads, using_threads
 from onefold.memory import LEAVING, STAGING, MemoryLedger, Pool, TierError
 from onefold.recipe import Tier
 
@@ -40,8 +34,8 @@ class Transfers:
             with the seconds waited for them.
         down, up: the copy streams to the host and to the device, which work at the same time.
         sums: adds gradients to those on the host, on the device.
-        pinned: host buffers for gradients and casts. pool: host buffers of whole pages, reused.
-            chunk: elements moved at a time, and the size of the pool's buffers.
+        pool: host buffers, pinned on a device with streams, in whole pages if the recipe has a
+            disk. chunk: elements moved at a time, and the size of the buffers for the disk.
         measures: measure gradients before they leave the device: the last clipping asked for what
             can be measured there.
         threads: how many of the host's threads work on what is stored there; None before the first
@@ -63,13 +57,8 @@ class Transfers:
             CopyStream(device, urgent=True),
         )
         self.sums = HostSums(self.down, taken=partial(memory.add, LEAVING))
-        self.pinned = HostBuffers(device)
-        self.pool = Pool(
-            torch.device("cpu"),
-            self.host,
-            paged=True,
-            pinned=device if self.up.asynchronous else None,
-        )
+        pinned = device if self.up.asynchronous else None
+        self.pool = Pool(torch.device("cpu"), self.host, self.recipe.on_disk, pinned)
         self.chunk = self.recipe.chunk
         self.measures = False
         self.threads: int | None = None
@@ -208,7 +197,6 @@ class Transfers:
         """Let go of buffers and files."""
         self.risen(all_of_them=True)
         self.gradients_are_down()
-        self.pinned.close()
         self.forget_writes()
         self.pool.close()
         if self._store is not None:

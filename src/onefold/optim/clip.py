@@ -130,7 +130,7 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
     """
     device = engines[0].device
     each: list[torch.Tensor] = []
-    here: dict[torch.device, list[int]] = {}  # places of gradients in `each`
+    places: list[int] = []  # of gradients in `each`
     for entry in (entry for engine in engines for entry in engine.entries):
         if (grad := entry.param.grad) is None:
             continue
@@ -144,17 +144,17 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
         if flat.shared:
             first, _ = entry.owned()
             grad = grad.reshape(-1)[a - first : b - first]
-        here.setdefault(grad.device, []).append(len(each))
+        places.append(len(each))
         each.append(grad)
-    for places in here.values():
-        of_device = torch._foreach_norm([each[place] for place in places], p)
-        for place, norm in zip(places, of_device, strict=True):
+    if places:
+        norms = torch._foreach_norm([each[place] for place in places], p)
+        for place, norm in zip(places, norms, strict=True):
             each[place] = norm
     each = each or [torch.zeros((), dtype=torch.float64, device=device)]
     if len({(n.dtype, n.device) for n in each}) > 1:  # else one cast serves all
         each = [n.to(device, torch.float64) for n in each]
-    norms = torch.stack(each).to(device, torch.float64)
-    mine = norms.max() if math.isinf(p) else norms.pow(p).sum()
+    found = torch.stack(each).to(device, torch.float64)
+    mine = found.max() if math.isinf(p) else found.pow(p).sum()
     values = group.gather_values(
         mine, engines[0].context("control", "(gradient norm)", "optimizer")
     )

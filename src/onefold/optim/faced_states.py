@@ -21,8 +21,8 @@ import contextlib
 import copy
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch.optim.optimizer import Optimizer
@@ -53,6 +53,35 @@ def stored_as(
     """Return {key: dtype} of what is stored for the state `key`."""
     how = policy_of(optimizer, entry, key)
     return {key: dtype} if how is None else how.stored(entry, key)
+
+
+Kind = Literal["packed", "elements", "number", "other"]
+Shape = tuple[int, ...]
+
+
+def kinds_of(states: Sequence[tuple[Shape, Mapping[Any, Any]]]) -> list[dict[Any, Kind]]:
+    """Return {key: kind} for the state of each parameter, given as `(shape, state)`.
+
+    The shape does not tell a step count from an element-wise state of a 0-dim parameter. The states
+    of the other parameters do: their value of that key differs in shape from its parameter.
+    """
+    odd = {
+        key
+        for shape, state in states
+        for key, value in state.items()
+        if isinstance(value, torch.Tensor) and (tuple(value.shape) != shape or key == "step")
+    }
+
+    def kind(key: Any, value: Any, shape: Shape) -> Kind:
+        if packed(key) is not None:
+            return "packed"
+        same = isinstance(value, torch.Tensor) and tuple(value.shape) == shape
+        one = not isinstance(value, torch.Tensor) or (key in odd and value.numel() == 1)
+        if one and not (same and shape):
+            return "number"
+        return "elements" if same else "other"
+
+    return [{k: kind(k, v, shape) for k, v in state.items()} for shape, state in states]
 
 
 _enabled = torch._C._is_torch_function_enabled
@@ -241,24 +270,16 @@ def make_plain(optimizer: Optimizer) -> None:
 
 
 def _make_plain(states: Sequence[tuple[IntervalSpec | None, dict[str, Any]]]) -> None:
-    """Replace intervals, and plain tensors of the parameter's whole shape, by this rank's elements.
-
-    For a 0-dim parameter the shape does not tell an element-wise state from a count of steps. The states
-    of other parameters do.
-    """
-    of_elements: set[str] = set()
-    for numbers in (False, True):
-        for spec, state in states:
-            for key, value in state.items():
-                if isinstance(value, Interval):
-                    state[key] = value.as_subclass(torch.Tensor)
-                elif (
-                    spec is not None
-                    and type(value) is torch.Tensor
-                    and value.shape == spec.shape
-                    and tuple(value.shape) != (spec.stop - spec.start,)
-                    and (value.dim() > 0 or (numbers and key in of_elements))
-                    and packed(key) is None
-                ):
-                    of_elements.add(key)
-                    state[key] = value.detach().reshape(-1)[spec.start : spec.stop].clone()
+    """Replace intervals, and plain tensors of the parameter's whole shape, by this rank's elements."""
+    for _, state in states:
+        for key, value in state.items():
+            if isinstance(value, Interval):
+                state[key] = value.as_subclass(torch.Tensor)
+    sharded = [(spec, state) for spec, state in states if spec is not None]
+    kinds = kinds_of([(tuple(spec.shape), state) for spec, state in sharded])
+    for (spec, state), kind_of in zip(sharded, kinds, strict=True):
+        here = slice(spec.start, spec.stop)
+        for key, value in state.items():
+            whole = kind_of[key] == "elements" and type(value) is torch.Tensor
+            if whole and tuple(value.shape) != (here.stop - here.start,):
+                state[key] = value.detach().reshape(-1)[here].clone()

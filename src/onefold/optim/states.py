@@ -4,7 +4,7 @@ dicts of `state_dict()` and `load_state_dict()`.
     state_dict()        parts of all ranks ──► rank 0's host, one state at a time      the other ranks: the same groups, an empty state
     load_state_dict()   rank 0's dict counts: rank 0 sends each rank its part
 
-`kinds_of` says what a state is, and `OptimizerParts` reads and writes it:
+`kinds_of` (optim/faced_states.py) says what a state is, and `OptimizerParts` reads and writes it:
 
 | kind       | the value                                    | such as          | in a whole dict                                 |
 |------------|----------------------------------------------|------------------|-------------------------------------------------|
@@ -26,16 +26,17 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import Optimizer
 
 import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
+from onefold.optim.faced_states import Shape, kinds_of
 from onefold.optim.whole import Owned, epoch, owned_by, put_elsewhere
 from onefold.quant.moment_packing import encode
 from onefold.recipe.moments import SIGNED, grain_of, packed
@@ -55,38 +56,6 @@ from onefold.runtime.parts import (
 _SAVE, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
 #: The engines over whose parameters optimizers step, in their order. Kept in optim/steps.py.
 engines: dict[Engine, None] = {}
-
-
-# -- kinds -----------------------------------------------------------------------------------------
-
-
-Kind = Literal["packed", "elements", "number", "other"]
-Shape = tuple[int, ...]
-
-
-def kinds_of(states: Sequence[tuple[Shape, Mapping[Any, Any]]]) -> list[dict[Any, Kind]]:
-    """Return {key: kind} for the state of each parameter, given as `(shape, state)`.
-
-    The shape does not tell a step count from an element-wise state of a 0-dim parameter. The states
-    of the other parameters do: their value of that key differs in shape from its parameter.
-    """
-    odd = {
-        key
-        for shape, state in states
-        for key, value in state.items()
-        if isinstance(value, torch.Tensor) and (tuple(value.shape) != shape or key == "step")
-    }
-
-    def kind(key: Any, value: Any, shape: Shape) -> Kind:
-        if packed(key) is not None:
-            return "packed"
-        same = isinstance(value, torch.Tensor) and tuple(value.shape) == shape
-        one = not isinstance(value, torch.Tensor) or (key in odd and value.numel() == 1)
-        if one and not (same and shape):
-            return "number"
-        return "elements" if same else "other"
-
-    return [{k: kind(k, v, shape) for k, v in state.items()} for shape, state in states]
 
 
 # -- parts -----------------------------------------------------------------------------------------

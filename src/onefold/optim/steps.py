@@ -105,7 +105,7 @@ def _put_around_torchs() -> None:
         if getattr(own := each.__dict__.get("step"), "hooked", False):
             _put_inside(own)
     kind.state_dict = _met_before(kind.state_dict)
-    kind.load_state_dict = _met_before(_casts(kind.load_state_dict))
+    kind.load_state_dict = _met_before(kind.load_state_dict, casts=True)
     kind.zero_grad, module.zero_grad = _drops(kind.zero_grad), _drops(module.zero_grad)
 
 
@@ -138,26 +138,20 @@ def _put_inside(hooked: Any) -> Any:
     return hooked
 
 
-def _met_before(method: Any) -> Any:
+def _met_before(method: Any, casts: bool = False) -> Any:
+    """`casts`: it casts states to the dtype that parameters show."""
+
     @functools.wraps(method)
     def ours(self: Optimizer, *args: Any, **kwargs: Any) -> Any:
         if _active:
             states.meet(self)
-        return method(self, *args, **kwargs)
-
-    return ours
-
-
-def _casts(method: Any) -> Any:
-    @functools.wraps(method)
-    def casting(*args: Any, **kwargs: Any) -> Any:
-        before, here.casts_states = here.casts_states, bool(_active)
+        before, here.casts_states = here.casts_states, casts and bool(_active)
         try:
-            return method(*args, **kwargs)
+            return method(self, *args, **kwargs)
         finally:
             here.casts_states = before
 
-    return casting
+    return ours
 
 
 def _drops(method: Any) -> Any:
@@ -322,15 +316,12 @@ def _choose(
 def _refuse_arguments(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Raise ValueError if a step that is made in parts was given more than a closure."""
     closure, *more = args or (kwargs.get("closure"),)
-    given = [repr(each) for each in more if each is not None]
-    given += [f"{k}={v!r}" for k, v in kwargs.items() if k != "closure" and v is not None]
-    if closure is not None and not callable(closure):
-        given.insert(0, repr(closure))
-    if given:
+    more += [value for name, value in kwargs.items() if name != "closure"]
+    if any(each is not None for each in more) or not (closure is None or callable(closure)):
         raise ValueError(
-            f"{type(optimizer).__name__}.step() was called with {', '.join(given)}, on parameters that are"
-            " stepped in parts (whole matrices, or states off the device). Each part is stepped without"
-            " arguments: keep such a value in the parameter groups."
+            f"{type(optimizer).__name__}.step() was called with {(*args, *kwargs.items())}, on"
+            " parameters that are stepped in parts (whole matrices, or states off the device). Each part"
+            " is stepped without arguments: keep such a value in the parameter groups."
         )
 
 

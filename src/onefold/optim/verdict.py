@@ -62,6 +62,8 @@ _stacks: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 #: The shapes of the matrices of a trial. Some optimizers treat only large matrices as matrices.
 _MATRICES = ((16, 24), (160, 144))
+#: The shape of a stack of matrices.
+_STACK = (4, 24, 16)
 #: Steps of a trial. An optimizer may begin with steps of a millionth (Prodigy), so the trial also
 #: compares the numbers that the optimizer keeps.
 _STEPS = 4
@@ -137,20 +139,13 @@ def takes_stacks(optimizer: Optimizer) -> bool:
     """Return whether the optimizer steps a stack of matrices, [matrices, rows, columns], each by
     itself: the halves of a stack come out as they do in the whole. Tried once for a class.
     """
-    if type(optimizer) not in _stacks:
-        group = optimizer.param_groups[0]
-        like = group["params"][0]
-        stack = _drawn((4, 24, 16), like.device)
-        try:
-            with _alone(optimizer, like.device):
-                whole, _ = _run(optimizer, group, like, stack)
-                halves = [
-                    _run(optimizer, group, like, [t[i : i + 2] for t in stack])[0] for i in (0, 2)
-                ]
-            _stacks[type(optimizer)] = torch.equal(whole, torch.cat(halves))
-        except Exception:
-            _stacks[type(optimizer)] = False
-    return _stacks[type(optimizer)]
+    kind, group = type(optimizer), optimizer.param_groups[0]
+    like = group["params"][0]
+    if kind not in _stacks:
+        _stacks[kind] = False
+        with contextlib.suppress(Exception), _alone(optimizer, like.device):
+            _stacks[kind] = not _dependence(optimizer, group, like, _STACK)
+    return _stacks[kind]
 
 
 def _of_group(
@@ -214,12 +209,6 @@ def _try(
     otherwise = WHOLE if known_whole else REFUSED
     try:
         reason = _dependence(optimizer, group, like, shape)
-    except Communicates as error:
-        return GroupVerdict(
-            REFUSED,
-            f"its step communicates by itself ({error}), and Onefold has one rank step each matrix."
-            " Use its version for one device.",
-        )
     except TouchesReal as error:
         return GroupVerdict(REFUSED, f"it cannot be tried: {error}")
     except Exception as error:
@@ -234,20 +223,18 @@ def _dependence(
     values = _drawn(shape, like.device)
     whole, numbers = _run(optimizer, group, like, values)
     numel, what = prod(shape), "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
-    # The cuts are at multiples of 128 elements, where SIMD vectors end
+    # The cuts are at multiples of 128 elements, where SIMD vectors end; of a stack between matrices
     cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
+    parts = (t.split(2) if shape == _STACK else t.reshape(-1).tensor_split(cut) for t in values)
     try:
         # Each piece is stepped by itself, as on each rank. What one optimizer sums over all its
         # parameters, the others do not know.
-        pieces = [
-            _run(optimizer, group, like, piece)
-            for piece in zip(*(t.reshape(-1).tensor_split(cut) for t in values), strict=True)
-        ]
+        pieces = [_run(optimizer, group, like, piece) for piece in zip(*parts, strict=True)]
     except Exception as error:
         return (
             f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
         )
-    if not torch.equal(whole.reshape(-1), torch.cat([piece for piece, _ in pieces])):
+    if not torch.equal(whole.reshape(-1), torch.cat([piece.reshape(-1) for piece, _ in pieces])):
         given = ", ".join(
             f"{key}={value!r}"
             for key, value in group.items()
@@ -391,10 +378,6 @@ def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     attributes.update(before)
 
 
-class Communicates(RuntimeError):
-    """A step communicates by itself."""
-
-
 class _Alone(TorchDispatchMode):
     """Refuses writes to `real` storages, and collectives: another rank may make this trial at another
     time, or not at all. Random numbers are the same in every call, so that an update that draws some
@@ -408,7 +391,10 @@ class _Alone(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace in ("c10d", "_c10d_functional"):
-            raise Communicates(f"it calls {func.name()}")
+            raise TouchesReal(
+                f"its step communicates by itself (it calls {func.name()}), and Onefold has one rank"
+                " step each matrix. Use its version for one device."
+            )
         for i, each in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
             if each.alias_info is not None and each.alias_info.is_write:
                 written = args[i] if i < len(args) else kwargs.get(each.name)

@@ -134,11 +134,6 @@ def owned_by(optimizer: Optimizer, stays: bool = False) -> dict[int, Owned]:
     return known.owned
 
 
-def owned(optimizer: Optimizer, param: Any) -> Owned | None:
-    """Return how `param` is stepped whole; None if it is not."""
-    return owned_by(optimizer).get(id(param))
-
-
 def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]:
     wanted: dict[Group, list[Entry]] = {}
     out, inside = dict[int, Owned](), held_inside(optimizer)

@@ -104,15 +104,11 @@ def reduce_grad(module: nn.Module, divide_by: float = 1.0) -> None:
         )
     if divide_by != 1:
         with disable_torch_function(), torch.no_grad():
-            _divide(engine, divide_by)
+            for flat in engine.flats:
+                for buffer in (flat.grad, flat.held):  # whole, or summed inside a group of shards
+                    if buffer is not None:
+                        buffer.div_(divide_by)
     engine.reduce_pending()
-
-
-def _divide(engine: Engine, divisor: float) -> None:
-    for flat in engine.flats:
-        for buffer in (flat.grad, flat.held):  # whole, or summed inside a group that shards it
-            if buffer is not None:
-                buffer.div_(divisor)
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from typing import Any
 from onefold.plan.degrees import ALONE, Degrees
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.core import NODES, OPTIONS
-from onefold.recipe.moments import bytes_an_element
+from onefold.recipe.moments import FORMATS
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.recipe.options import MOST, Dtype, Precision, refuse_unknown
 
@@ -287,7 +287,7 @@ class Job:
         rows, count = self.recipe(3), PLANNED[self.optimizer].elementwise_states
         if rows.moments is None:
             return count * rows.optimizer.dtype.itemsize
-        return round(bytes_an_element(rows.moments, count), 3)
+        return round(count * FORMATS[rows.moments].each, 3)
 
     @property
     def units(self) -> tuple[str | type, ...] | None:

@@ -56,6 +56,7 @@ from dataclasses import dataclass
 
 from onefold import layout
 from onefold.device import chunk_for
+from onefold.device.copies import HOST_COPIES, HOST_WINDOWS, WINDOW
 from onefold.layout import ShardSpec, round_up
 from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.offload.step import AHEAD, BEHIND, WAITING
@@ -186,7 +187,8 @@ def offloaded_bytes(
     streams: bool = False,
     held: int | None = None,
 ) -> OffloadedBytes:
-    """Return what the recipe keeps off the device, in steps of `micro_batches`.
+    """Return what the recipe keeps off the device, in steps of `micro_batches`. Not counted: masters of
+    the host that it has cast for the device, usually those of one or two units.
 
     Args:
         streams: the device has streams. Then gradients come down in the masters' dtype, and the
@@ -206,8 +208,8 @@ def offloaded_bytes(
     rest[HOST][MOMENTS] += held or 0
     passing = Counter(_passing(flats, recipe, optimizer, again, in_backward, streams))
     peak = rest | {HOST: rest[HOST] + passing}
-    if streams:
-        rest[HOST][IDLE] = passing[STAGING]  # pinned, and therefore kept
+    if streams:  # pinned, and therefore kept
+        rest[HOST][IDLE] = passing[STAGING] + passing[GRADIENTS]
     return OffloadedBytes(
         {tier: filled(held) for tier, held in rest.items()},
         {tier: filled(held) for tier, held in peak.items()},
@@ -298,7 +300,7 @@ def _passing(
     step = _step_staging(flats, recipe, optimizer, on_disk, in_backward)
     backward = _backward_staging(flats, recipe, on_disk, streams)
     if streams:  # buffers are pinned, and each phase finds those of the other
-        backward = step = backward + step
+        backward = step = backward + step + _casts(flats, recipe)
     elif in_backward:
         backward += step
     phases = [{GRADIENTS: arriving, STAGING: backward}, {GRADIENTS: stay, STAGING: step}]
@@ -311,6 +313,7 @@ def _passing(
             for tier, category, nbytes in _resting(f, optimizer)
             if (tier, category) == (HOST, MOMENTS)
         )
+        made = 0 if streams else made  # pinned gradients do not make room for them
         phases.append(first | {GRADIENTS: max(0, first.get(GRADIENTS, 0) - made)})
     return filled(max(phases, key=lambda held: sum(held.values())))
 
@@ -331,6 +334,21 @@ def _backward_staging(
         sizes = Counter(read)
         return sum(nbytes * min(many, ahead) for nbytes, many in sizes.items()) + waiting
     return sum(read[::-1][:ahead]) + waiting
+
+
+def _casts(flats: Sequence[ShardSpec], recipe: Recipe) -> int:
+    """Return the bytes in which the host casts new masters of a disk for the device: so much, if
+    copies lag behind.
+    """
+    sizes = Counter[int]()
+    for f in flats:
+        assert f.tiers is not None
+        if f.tiers.optimizer.on_disk and f.tiers.parameters is Tier.DEVICE:
+            chunk = chunk_of(flats, recipe)
+            each = f.dtypes.compute.itemsize * (f.dtypes.compute != f.dtypes.master)
+            sizes += Counter(min(chunk, f.own - a) * each for a in range(0, f.own, chunk))
+    limit = max(HOST_WINDOWS * WINDOW, HOST_COPIES * max(sizes, default=0))
+    return sum(min(nbytes * many, limit + nbytes) for nbytes, many in sizes.items())
 
 
 def _step_staging(

@@ -31,14 +31,14 @@ def values_of(bits: int, signed: bool) -> torch.Tensor:
     that is rounded to zero would make the update of its element very large.
     """
     if bits == 4 and not signed:
-        return torch.linspace(0, 1, 17)[1:]
+        return torch.linspace(0, 1, 17, device="cpu")[1:]
     found = []
     for decade in range(bits - 1):
         steps = 2**decade if signed else 2 ** (decade + 1)
-        edges = torch.linspace(0.1, 1.0, steps + 1, dtype=torch.float64)
+        edges = torch.linspace(0.1, 1.0, steps + 1, dtype=torch.float64, device="cpu")
         found.append((edges[1:] + edges[:-1]) / 2 * 10.0 ** (decade - (bits - 2)))
-    above = torch.cat([*found, torch.ones(1, dtype=torch.float64)])[int(signed) :]
-    zero = torch.zeros(1, dtype=torch.float64)
+    zero = torch.zeros(1, dtype=torch.float64, device="cpu")
+    above = torch.cat([*found, zero + 1])[int(signed) :]
     return torch.cat([-above.flip(0), zero, above] if signed else [zero, above]).float()
 
 
@@ -51,7 +51,7 @@ def _tables(
     """
     values = values_of(bits, signed)
     middle = (values[1:] + values[:-1]) / 2
-    upper = torch.arange(1 << 16, dtype=torch.int32) << 16
+    upper = torch.arange(1 << 16, dtype=torch.int32, device="cpu") << 16
     ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32).nan_to_num(0.0)
     low, high = (torch.bucketize(end, middle) for end in (ends.amin(0), ends.amax(0)))
     border = torch.where(high > low, middle[low.clamp(max=len(middle) - 1)], torch.inf)

@@ -422,15 +422,12 @@ def without_effect(r: Recipe) -> list[str]:
          "where nothing is rounded to bf16: give moments='bf16' or master_dtype='bf16'"),
         (r.optimizer.tier is Tier.DEVICE, ("offload_amount",), "where the optimizer's states stay on the device: give offload_optimizer"),
         (not r.on_disk, ("nvme", "chunk", "nvme_threads"), "where no state is stored on NVMe"),
+        (r.optimizer.tier is Tier.DEVICE, ("offload_param",),
+         "on parameters that train without offload_optimizer: they are gathered from their master weights on the device"),
     )  # fmt: skip
     said: dict[str, str] = {}
     for holds, names, why in idle:
         for name in names:
             if holds and name in r.given:
                 said.setdefault(name, f"{name}={_said(getattr(r, name))} has no effect {why}.")
-    moves = r.offload_param is not None and r.optimizer.tier is Tier.DEVICE
-    only = (
-        f"offload_param={r.offload_param!r} without offload_optimizer moves frozen parameters"
-        " only: trained ones are gathered from their master weights, which stay on the device."
-    )
-    return [*said.values(), *([only] if moves else [])]
+    return list(said.values())

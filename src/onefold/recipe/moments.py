@@ -68,6 +68,11 @@ class Format:
         scales = -(-numel // self.block) * torch.float32.itemsize if self.block else 0
         return -(-numel // self.grain) * self.dtype.itemsize + scales
 
+    @property
+    def each(self) -> float:
+        """Bytes of a moment of one element of a large parameter, on average."""
+        return self.nbytes(1 << 20) / (1 << 20)
+
     def keys(self, key: str) -> tuple[str, ...]:
         """Return the keys of the parts of moment `key` in an optimizer's state."""
         return (f"{key}.{self.name}", f"{key}.{self.name}.scale") if self.packed else (key,)
@@ -126,23 +131,3 @@ def grain_of(key: object) -> int:
 def items_of(start: int, stop: int, grain: int) -> tuple[int, int]:
     """Return the range of items whose first element is in [start, stop)."""
     return -(-start // grain), -(-stop // grain)
-
-
-def bytes_of_moments(
-    numel: int, format: str | None, *, whole: int | None = None, moments: int = 2
-) -> int:
-    """Return the stored bytes of `moments` moments, for `numel` elements of one parameter that
-    begin with a block.
-
-    Args:
-        format: as in `Recipe.moments`; None is fp32.
-        whole: elements of the whole parameter, if `numel` is only a rank's part; None: `numel` is
-            all.
-    """
-    kept = FORMATS[format or "fp32"].of(numel if whole is None else whole)
-    return moments * kept.nbytes(numel)
-
-
-def bytes_an_element(format: str | None, moments: int = 2) -> float:
-    """Return the bytes of `moments` moments for one element of a large parameter, on average."""
-    return bytes_of_moments(1 << 20, format, moments=moments) / (1 << 20)

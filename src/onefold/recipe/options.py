@@ -11,6 +11,8 @@ Neither module imports torch, so that the command line can report a misspelt opt
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import os
 import re
@@ -248,10 +250,9 @@ class Option:
             text, kinds = value.strip(), _parts(self.type)
             if text == "none" and self.optional:
                 value = None
-            elif {int, float} & set(kinds) and re.fullmatch(r"[0-9]+", text):
-                value = int(text)
-            elif float in kinds and re.fullmatch(r"[0-9]*\.[0-9]+", text):
-                value = float(text)
+            elif {int, float} & set(kinds):
+                with contextlib.suppress(ValueError):
+                    value = json.loads(text)  # a number; a check refuses all else
             elif self.repeated:
                 value = (value,)
             elif self.check is unit_names:

@@ -27,7 +27,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.comm import CollectiveContext, Group
 from onefold.device import chunk_for
 from onefold.layout import round_up
-from onefold.memory import GRADIENTS, MASTERS, PARAMETERS, MemoryLedger, Pool
+from onefold.memory import GRADIENTS, IDLE, MASTERS, PARAMETERS, MemoryLedger, Pool
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, NATIVE
@@ -254,6 +254,7 @@ class Engine:
         for tier, ledger in self.transfers.ledgers.items():
             if tier is Tier.DEVICE or (away and not tier.on_disk):
                 ledger.probes[GRADIENTS] = partial(self.reduce.gradient_bytes, tier)
+        self.transfers.host.probes[IDLE] = self.transfers.pool.idle
 
     def close(self) -> None:
         """Let go of everything: buffers, communicators, and the reference cycles among the engine's

@@ -28,7 +28,7 @@ from torch import nn
 
 from onefold.layout import LOW
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.moments import bytes_an_element
+from onefold.recipe.moments import FORMATS
 from onefold.runtime.boxes import Box, local_of
 
 
@@ -218,9 +218,8 @@ def offloaded_units(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int
         return set()
     if recipe.offload_bytes is None and recipe.offload_share >= 1:
         return set(range(len(sizes)))
-    a_parameter = (
-        torch.float32.itemsize + bytes_an_element(recipe.moments) + recipe.gradients.dtype.itemsize
-    )
+    moments = 2 * FORMATS[recipe.moments or "fp32"].each
+    a_parameter = torch.float32.itemsize + moments + recipe.gradients.dtype.itemsize
     divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:

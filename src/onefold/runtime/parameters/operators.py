@@ -411,7 +411,11 @@ def reduce(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         return on_whole(op, func, args, kwargs)
     kind = func(spec.stand_in(x.dtype)).dtype  # raises where torch does
     wide = torch.float64 if x.is_floating_point() else torch.int64
-    mine = here(x.float() if x.dtype in _NARROW else x) if x.numel() else torch.tensor(of_none)
+    mine = (
+        here(x.float() if x.dtype in _NARROW else x)
+        if x.numel()
+        else torch.tensor(of_none, device=x.device)
+    )
     total = every(spec.exchange(mine.to(wide).reshape(1), op.name))
     return (total / spec.numel if op.name == "mean" else total).to(x.device, kind)
 
