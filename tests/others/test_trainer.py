@@ -276,6 +276,7 @@ def refusals(folder: Path) -> list[tuple[str, Any, dict[str, Any], dict[str, str
 @slow
 @on_ranks(1)
 def test_what_cannot_be_is_refused_in_words(folder: Path) -> None:
+    import peft
     import transformers
 
     import onefold.hf
@@ -296,6 +297,9 @@ def test_what_cannot_be_is_refused_in_words(folder: Path) -> None:
             setattr(model, attribute, value)
             refused("", 1, model)
         refused("takes a gradient", 1, opened(saved(folder)).requires_grad_(False))
+        prompts = peft.PromptTuningConfig("CAUSAL_LM", num_virtual_tokens=2)
+        prompted = peft.get_peft_model(opened(saved(folder)), prompts)
+        refused("save_strategy", 1, prompted, save_strategy="steps")
     for bases in ((transformers.Trainer, onefold.hf.TrainerMixin), (onefold.hf.TrainerMixin,)):
         with pytest.raises(TypeError, match="TrainerMixin"):
             type("Odd", bases, {})

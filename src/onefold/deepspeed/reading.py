@@ -227,7 +227,9 @@ def _outcomes(
 
 
 def _meant(key: str, fields: Iterable[str]) -> str:
-    """Return which key of a section an unknown one misspells; "" if none."""
+    """Return which key of a section an unknown one misspells; "" if none, or for a comment."""
+    if key.startswith(("_", "#", "/")) or key.lower() in ("comment", "comments"):
+        return ""
     near = difflib.get_close_matches(key.lower(), fields, 1, cutoff=0.8)
     return f"there is no such key; did you mean {near[0]!r}?" if near else ""
 

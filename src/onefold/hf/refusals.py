@@ -159,6 +159,21 @@ def refuse_whole_samples(model: Any, loader: str) -> None:
         )
 
 
+def refuse_prompts(model: Any, args: Any) -> None:
+    """Raise NotImplementedError for prompts of peft in a run that saves checkpoints."""
+    kinds = [
+        c.peft_type
+        for c in (getattr(model, "peft_config", None) or {}).values()
+        if c.is_prompt_learning
+    ]
+    if kinds and args.save_strategy != "no":
+        raise NotImplementedError(
+            f"checkpoints with prompts of peft ({kinds[0]}) cannot be written in parts: train with"
+            ' save_strategy="no", then save by peft: `with onefold.full_params(model):` on every'
+            " rank, and model.save_pretrained(folder) on the first."
+        )
+
+
 def refuse_frozen(model: Any) -> None:
     """Raise ValueError if no parameter of a model takes a gradient."""
     if not any(p.requires_grad for p in model.parameters()):

@@ -53,6 +53,7 @@ from onefold.hf.refusals import (
     refuse_arguments,
     refuse_frozen,
     refuse_model,
+    refuse_prompts,
     refuse_whole_samples,
 )
 from onefold.pretrained.adapters import embedding_layers
@@ -184,6 +185,7 @@ class TrainerMixin(_Host):
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         refuse_frozen(self.model)
+        refuse_prompts(self.model, self.args)
         self._shard_model()
         self._scale_loss()
         return super()._inner_training_loop(*args, **kwargs)

@@ -222,7 +222,7 @@ def part_of(t: torch.Tensor, base: IntervalSpec) -> torch.Tensor:
         if spec.cut == base.cut and spec.shape == base.shape:
             return t
         t = spec.gather(t, "a part of another cut")
-    elif _is_local(t, base) or (base.shape and not t.dim()):
+    elif _is_local(t, base) or not t.dim():
         return t
     return base.piece(t.detach())
 
