@@ -12,6 +12,7 @@ from benchmarks.validation.systems import work
 from hypothesis import given
 from hypothesis import strategies as st
 
+from onefold.plan import times
 from onefold.plan.api import planned as plan
 from onefold.plan.hardware import Machine, builtin, machine
 from onefold.plan.job import Job
@@ -70,7 +71,8 @@ def test_the_host_and_the_disk_are_hidden_as_far_as_compute_leaves_room() -> Non
 # -- the schedule ----------------------------------------------------------------------------------
 
 #: Milliseconds of a step of Llama 3 8B in bf16 on H100s, by (GPUs, stage, tokens, options): those of
-#: the real engine, whose launches were timed one by one with the same prices of kernels and links.
+#: the real engine, whose launches were timed one by one with the same prices of kernels and links;
+#: parts were added up at 0.8 of a copy's rate then.
 ENGINE: tuple[tuple[int, int, int, dict[str, Any], float], ...] = (
     (8, 3, 2048, {"prefetch": 0}, 297.6),
     (8, 3, 2048, {"prefetch": 1}, 199.4),
@@ -93,8 +95,14 @@ ENGINE: tuple[tuple[int, int, int, dict[str, Any], float], ...] = (
 
 @pytest.mark.parametrize(("gpus", "stage", "seq", "options", "engine"), ENGINE)
 def test_a_step_takes_what_the_engine_takes(
-    gpus: int, stage: int, seq: int, options: dict[str, Any], engine: float
+    gpus: int,
+    stage: int,
+    seq: int,
+    options: dict[str, Any],
+    engine: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(times, "SUMMING_ON_A_GPU", 0.8)
     job = Job(seq=seq, checkpointing="none", options=tuple(options.items()))
     found = plan("llama-3-8b", machine(gpus, 8, "h100-80"), job, stages=(stage,), largest=False)
     (planned,) = (c for c in found.stages if c.scheme.stage == stage)

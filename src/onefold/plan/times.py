@@ -35,11 +35,11 @@ from onefold.plan.hardware import Machine
 from onefold.plan.program import COMPUTE, DISK, HOST, Op, Program
 from onefold.plan.schema import IN_LAYERS
 
-#: The share of a copy's speed that encoding and decoding reach: on a GPU an assumption; on a CPU what
-#: the plain operations reach (docs/decisions.md, Codecs). SUMMING_ON_A_GPU is the same for adding up,
-#: an assumption too.
-CODING_ON_A_GPU, CODING_ON_A_CPU = 0.8, 0.3
-SUMMING_ON_A_GPU = 0.8
+#: The share of a copy's speed that encoding and decoding reach, and adding up: on a GPU as measured on
+#: one H200 (benchmarks/results/gpu_2.md: 0.02 to 0.1, and 0.16 for parts in 16 bits), on a CPU what the
+#: plain operations reach (docs/decisions.md, Codecs).
+CODING_ON_A_GPU, CODING_ON_A_CPU = 0.05, 0.3
+SUMMING_ON_A_GPU = 0.16
 
 
 def slowest_of(ranks: int, straggler: float) -> float:
