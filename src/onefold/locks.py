@@ -16,6 +16,7 @@ import errno
 import fcntl
 import os
 import socket
+import time
 from pathlib import Path
 
 
@@ -38,8 +39,7 @@ class Lock:
             self.release()
         if self.known:
             text = f"process {self._process} on {socket.gethostname()}{about}\n"
-            os.ftruncate(self._file, 0)
-            os.pwrite(self._file, text.encode(), 0)
+            os.ftruncate(self._file, os.pwrite(self._file, text.encode(), 0))
 
     def _taken(self) -> bool:
         """Return whether the locked file is still at its path: whoever ends may have removed it."""
@@ -52,9 +52,12 @@ class Lock:
             if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
                 self.known = False
                 return True
-            holder = os.pread(self._file, 1000, 0).decode(errors="replace").strip()
+            patience = time.monotonic() + 1.0  # the holder may not have written its name yet
+            while not (holder := os.pread(self._file, 1000, 0)) and time.monotonic() < patience:
+                time.sleep(0.01)
             self.release()
-            raise BlockingIOError(holder or "another process") from None
+            said = holder.decode(errors="replace").strip()
+            raise BlockingIOError(said or "another process") from None
         with contextlib.suppress(FileNotFoundError):
             return os.path.samestat(os.fstat(self._file), self.path.stat())
         return False

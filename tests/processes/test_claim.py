@@ -5,6 +5,8 @@ processes imports torch, so that they are quick.
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 import signal
 import socket
@@ -102,6 +104,17 @@ def test_of_runs_that_begin_at_the_same_moment_one_gets_the_folder(tmp_path: Pat
         said = {process.pid: claims.said(process) for process in processes}
         (winner,) = (pid for pid, text in said.items() if text == "held")
         assert sum(f"process {winner} on" in text for text in said.values()) == 3, said
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def has_none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(fcntl, "flock", has_none)
+    with pytest.warns(UserWarning, match="has no locks"):
+        Claim(tmp_path).release()
 
 
 def test_a_claim_that_is_undone_leaves_no_folder_and_a_new_name_is_nobody_elses(

@@ -14,6 +14,7 @@ import errno
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from onefold.locks import Lock
@@ -23,9 +24,7 @@ LOCK = "run.lock"
 
 
 class Claim:
-    """This process's claim on an output folder.
-    `known` is False if the file system has no locks: another run would not be noticed.
-    """
+    """This process's claim on an output folder. A file system without locks gets a warning."""
 
     def __init__(self, folder: Path, new: bool = False) -> None:
         """Claim `folder`. Creates it, unless `new` says that the caller has just created it.
@@ -48,7 +47,12 @@ class Claim:
         except OSError as error:
             self.undo()
             raise TrainError(cannot_be_written(folder, error)) from None
-        self.known = self._lock.known
+        if not self._lock.known:
+            warnings.warn(
+                f"the file system of {folder} has no locks: another run that writes there would not"
+                " be noticed",
+                stacklevel=2,
+            )
 
     def release(self) -> None:
         """Release the claim, and remove the lock file."""
