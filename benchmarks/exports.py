@@ -22,9 +22,10 @@ import torch
 from benchmarks import checkpoint, harness, launch, pages
 
 SCHEMA = "onefold-exports/1"
-#: {name: width, layers, heads, heads of keys, width inside, vocabulary}: Llama 3 8B, Llama 3.2 1B, a toy.
+#: {name: width, layers, heads, heads of keys, width inside, vocabulary}: Llama 3 8B, Llama 3.2 3B and 1B, a toy.
 SHAPES = {
     "8b": (4096, 32, 32, 8, 14336, 128256),
+    "3b": (3072, 28, 24, 8, 8192, 128256),
     "1b": (2048, 16, 32, 8, 8192, 128256),
     "toy": (64, 2, 4, 2, 128, 512),
 }
