@@ -242,7 +242,9 @@ def _to_first_holder(engine: Engine, parts: HeldParts, item: StateItem) -> torch
 
 
 def own_whole(parts: HeldParts, item: StateItem) -> torch.Tensor:
-    """Return a tensor of the item's shape on the host, with the elements that this rank holds. Local."""
+    """Return a tensor of the item's shape on the host, with the elements that this rank holds. Others
+    are undefined. Local.
+    """
     shape = item.entry.slot.shape if item.own is None else item.own
     whole = torch.empty(shape, dtype=item.dtype, device="cpu")
     for x, y in _chunks(item):
