@@ -141,7 +141,8 @@ on the host moves {HOST_BANDWIDTH / 1e9:g} GB/s; 640 MiB of each device are the 
 fragmentation. The T4 has no bf16: fp16 there. "optimizer" is masters, moments and gradients; "0.4 of" is the smallest share of the units
 that has to leave.
 
-**Measured.** No cell has been measured on a GPU: the table is a prediction. Bytes at rest and moved equal the ledgers of real runs on CPU ranks.
+**Measured.** No cell has been measured on a GPU: the table is a prediction. Bytes at rest and moved equal the
+ledgers of real runs on CPU ranks.
 ● marks a size that has run in that much memory, but on a CPU: {large["parameters"] / 1e9:.2f}B parameters on {large["ranks"]} CPU ranks, \
 everything on the disk: {large["resident_bytes"] / 2**30:.2f} GiB resident in both together, {large["disk_bytes"] / 1e9:.1f} GB on the \
 disk, {large["step_s"]:.0f} s a step of {large["tokens"]} tokens a rank (`examples/larger_than_memory.py`).

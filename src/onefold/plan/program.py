@@ -11,7 +11,7 @@ until the boundary. Encoded data has a buffer of bytes beside the whole while it
 Gradients of offloaded state leave the device as they land; on a GPU, copies still read a window of
 them. If parameters are read from a disk, one more unit has its buffer.
 
-The walk follows runtime/gather.py, runtime/reduce.py and memory/pool.py in the steady state: the
+The walk follows runtime/gather.py, runtime/reduce.py and memory.py in the steady state: the
 orders are learned, each pass uses every unit once, every trainable parameter gets a gradient. Tests
 compare it with the real engine's ledgers, byte for byte: what it holds, sends and moves between
 tiers. Everything else that a plan says of a step is a sum over its operations (plan/account.py), or

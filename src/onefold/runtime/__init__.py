@@ -14,7 +14,7 @@ commands.
 | Which copies are out of date?                  | `passes`                                               |
 | What does autograd keep of a forward pass?     | `saved`                                                |
 | What do autograd and the compiler do?          | `differentiate`                                        |
-| What else is checked and kept?                 | `buffers`, `uninitialized`, `updates`                  |
+| What else is checked and kept?                 | `buffers`, `uninitialized`                             |
 
 Two subpackages: `parameters` is what a user's code sees of a parameter, `state` reads and writes
 the values of a whole model between passes.

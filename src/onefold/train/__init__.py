@@ -4,11 +4,10 @@
       options, checked        one run in a folder (output.py)           one rank     model, data, choose,
       without torch                                                                  onefold.shard, optimizers
 
-    a step      loop: runs the steps   step: the parts of one   faults: where numbers went bad   memory_error: out of memory
+    a step      loop: runs the steps   step: the parts of one
     one machine  alone: torchrun's rendezvous there, on loopback
-    options     config: the options   config_file: their file
-    resuming    checkpoints: resumes from one   keeper: writes them
-    output      output: the folder and its files   results: the model   report: what the user sees, what `onefold report` reads
+    resuming    checkpoints: writes them and resumes from one
+    output      output: the folder and its files   report: what the user sees, what `onefold report` reads
 
 The rooms `models` and `data` load what `--model` and `--data` name. Signals, ranks and the claim on
 a folder are in `processes`.
