@@ -10,8 +10,8 @@
 #
 # TORCH names another torch than constraints.txt, in an environment of its own:  make test TORCH=2.14.1  (.venv-2.14.1; with every target)
 #
-# make test-all         every test, and then test-processors
-# make test-processors  the tests of equal bits, with torch, oneDNN and MKL held to fewer instructions as on other processors (BITS="FILE" for less)
+# make test-all         every test
+# make test-processors  the tests of equal bits again, with torch, oneDNN and MKL held to fewer instructions as on other processors (BITS="FILE" for less)
 # make test-faults      plants faults in copies of the source; tests must turn red (an hour; ARGS="--only ema -n 4" for less)
 # make test-load        the tests of processes, ten times each while busy loops take the cores (hours; ARGS="--times 2 FILE" for less)
 
@@ -45,8 +45,7 @@ test: $(VENV)/.dev
 
 test-all: $(VENV)/.dev
 	@$(BROWSER)
-	$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadgroup --all $(ARGS)
-	@$(MAKE) --no-print-directory test-processors ARGS=
+	$(TEST_ENV) $(BIN)/python -m pytest -n 3 --dist loadgroup --all $(ARGS)
 
 # Stand-ins for other processors, each with a cache of its own for torch's compiler (its keys do not name the processor). The last one gives products of each shape bits of their own (tests/products_by_shape.py).
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 \

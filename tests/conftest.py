@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 import zlib
@@ -159,7 +160,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Where workers run everything, they share the fork servers that this process starts; they take
-    as long as the workers' collection.
+    as long as the workers' collection. Nor does a worker wait until the virtual device is compiled.
     """
     config = session.config
     everything = list(config.args) == [str(TESTS)] or list(config.args) == config.getini(
@@ -173,6 +174,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config.add_cleanup(functools.partial(shutil.rmtree, folder, ignore_errors=True))
     ranks.start_shared(ranks.SERVERS, folder)
     os.environ[ranks.SHARED] = folder
+    compiled = "import virtual; virtual.available() and virtual.build()"
+    config.add_cleanup(subprocess.Popen([sys.executable, "-c", compiled], cwd=TESTS).wait)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

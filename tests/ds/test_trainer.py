@@ -61,6 +61,7 @@ with open(f"{sys.argv[1]}-{engine.global_rank}", "w") as file:
 """
 
 
+@pytest.mark.slow
 def test_torchrun_starts_a_script_by_the_command(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(LOOP)
     command = [

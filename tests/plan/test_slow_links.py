@@ -14,7 +14,10 @@ from onefold.plan.job import COMMUNICATION, Job
 from onefold.recipe import Recipe
 
 
-@pytest.mark.parametrize(("link", "stages"), [("25g", ()), ("10g", (2,)), ("1g", (3,))])
+@pytest.mark.parametrize(
+    ("link", "stages"),
+    [pytest.param("25g", (), marks=pytest.mark.slow), ("10g", (2,)), ("1g", (3,))],
+)
 def test_what_rounds_is_named_and_never_taken(link: str, stages: tuple[int, ...]) -> None:
     found = plan(
         "gpt2-medium", machine(16, 8, "a100-80", link), Job(seq=512), stages=stages, largest=False

@@ -109,7 +109,7 @@ def test_a_step_takes_what_the_engine_takes(
     assert 1000 * planned.step == pytest.approx(engine, rel=0.05)
 
 
-@pytest.mark.parametrize("name", ["gpt2-xl", "llama-3-8b"])
+@pytest.mark.parametrize("name", [pytest.param("gpt2-xl", marks=pytest.mark.slow), "llama-3-8b"])
 def test_more_stages_and_micro_batches_never_take_less(name: str) -> None:
     def seconds(ranks: int, batch: int) -> list[float]:
         job = Job(seq=1024, checkpointing="none", offload="none", global_batch=batch)

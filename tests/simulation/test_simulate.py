@@ -262,6 +262,7 @@ def test_two_real_ranks_do_what_the_simulation_says_event_by_event(
 # -- what it leaves, what it refuses ---------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not RESETS_PEAK, reason="this system does not let a process forget how much memory it once had"
 )

@@ -76,7 +76,7 @@ def test_blocks_that_differ_are_all_run() -> None:
         )
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", [pytest.param("none", marks=pytest.mark.slow), "full"])
 def test_larger_micro_batches_follow_from_small_ones(checkpointing: Any) -> None:
     module = TinyGPT(width=32, heads=4, depth=8)
 

@@ -87,6 +87,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_as_them(
     tmp_path: Path,
 ) -> None:

@@ -94,6 +94,7 @@ def listeners(pids: Iterable[int]) -> set[str]:
     return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes}
 
 
+@pytest.mark.slow
 def test_a_run_on_one_machine_listens_on_loopback_alone_and_goes_on_where_its_folder_is_removed(
     tmp_path: Path,
 ) -> None:

@@ -141,6 +141,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return folder, run_ranks(4, every_way, str(folder))
 
 
+@pytest.mark.slow
 def test_rows_say_what_went_between_nodes_and_what_it_would_be_without_codecs(
     seen: tuple[Path, list[dict[str, Any]]],
 ) -> None:
@@ -171,6 +172,7 @@ def test_rows_say_what_went_between_nodes_and_what_it_would_be_without_codecs(
         )
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_over_other_groups_and_with_other_codecs_and_says_so(
     seen: tuple[Path, list[dict[str, Any]]],
 ) -> None:

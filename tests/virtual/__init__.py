@@ -195,7 +195,7 @@ def _built() -> Path:
     return BUILD / f"virtual_device_{key}.so"
 
 
-def _build() -> Path:
+def build() -> Path:
     """The compiled library: made once for each source and torch, by one process at a time (some 10
     seconds).
 
@@ -333,7 +333,7 @@ def _load() -> ctypes.CDLL:
     global _library
     if _library is not None:
         return _library
-    library = ctypes.CDLL(str(_build()))
+    library = ctypes.CDLL(str(build()))
     for name in ("load", "drain", "violations", "synchronizations", "pending"):
         getattr(library, "virtual_" + name).restype = ctypes.c_char_p
     library.virtual_executed.restype = ctypes.c_uint64
