@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from onefold.cli.options import option, stopped
+from onefold.cli.options import option
 from onefold.cli.show import answered, show
 
 #: Prefixes of the environment variables that a check's report lists.
@@ -52,8 +52,6 @@ def doctor_command(
     figures. With --check see whether Onefold is right here: alone it starts ranks of its own, under
     torchrun it takes part with the launcher's. Exit status 1 if a check failed.
     """
-    from torch.distributed.elastic.multiprocessing import SignalException
-
     from onefold.doctor.facts import facts
     from onefold.train.config import resolve
     from onefold.train.launch import ranks_to_start
@@ -67,12 +65,9 @@ def doctor_command(
             f"{file}: --check --json FILE writes a file, and only that; or its folder is not there."
         )
     found = facts(device, *ranks_to_start(resolve({"device": device})))
-    try:
-        if check:
-            return _check(found, ranks, as_json, file)
-        return _calibration(found, calibrate, as_json, output, ranks, disk)
-    except SignalException as stop:
-        stopped(stop.sigval, "measured", as_json)
+    if check:
+        return _check(found, ranks, as_json, file)
+    return _calibration(found, calibrate, as_json, output, ranks, disk)
 
 
 def _check(found: dict[str, Any], ranks: int | None, as_json: bool, file: Path | None) -> int:

@@ -6,7 +6,6 @@ import copy
 import inspect
 import json
 import re
-import signal
 import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -173,9 +172,3 @@ def refuse(error: Exception | str, as_json: bool, code: int = 2, kind: str = "")
         print(json.dumps(said))
     print(f"error: {error}", file=sys.stderr)
     raise typer.Exit(code) from None
-
-
-def stopped(number: int, undone: str, as_json: bool = False) -> NoReturn:
-    """Report which signal stopped the command, and exit with its status."""
-    text = f"stopped by {signal.Signals(number).name}; nothing was {undone}."
-    refuse(text, as_json, 128 + number, "Stopped")

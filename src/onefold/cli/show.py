@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from onefold.cli.options import refuse, stopped
+from onefold.cli.options import refuse
 from onefold.wording import few, readable
 
 #: The most rows of a table that people see; --json has them all.
@@ -68,7 +68,7 @@ def _text(name: str, value: Any) -> str:
 
 def answered(command: Callable[..., int]) -> Callable[..., None]:
     """Make a command of a function that returns the exit status. An error that the user can mend is
-    told in a sentence, with status 2. Ctrl-C ends it with status 130 and leaves no files.
+    told in a sentence, with status 2. A signal ends it with status 128 + its number, and it leaves no files.
     """
 
     @functools.wraps(command)
@@ -82,8 +82,10 @@ def answered(command: Callable[..., int]) -> Callable[..., None]:
         try:
             with interruptible():
                 status = command(**given)
-        except KeyboardInterrupt:
-            stopped(signal.SIGINT, "written", as_json)
+        except KeyboardInterrupt as stop:
+            (number,) = stop.args
+            text = f"stopped by {signal.Signals(number).name}; nothing was written."
+            refuse(text, as_json, 128 + number, "Stopped")
         except (ValueError, OSError) as error:
             text = f"{in_words(error)}." if isinstance(error, OSError) else str(error)
             refuse(text, as_json, kind=type(error).__name__)

@@ -33,7 +33,6 @@ def measure_machine(found: dict[str, Any], ranks: int, disk: Path, path: Path) -
 
     Raises:
         CalibrationError: an argument is impossible here, or a rank failed.
-        SignalException: see `onefold.doctor.ranks`.
     """
     if "RANK" in os.environ:
         raise CalibrationError(

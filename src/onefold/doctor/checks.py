@@ -4,8 +4,8 @@ A check is a function of `Here`, called on every rank at once. It raises Asserti
 something is wrong, and returns the sentence to show with "ok". If it cannot run, it raises
 `LeftOut` on all ranks, before its first collective.
 
-    this process ── torchrun's agent ── rank 0      python -m onefold.doctor.checks FOLDER DEVICE BACKEND CHECKS
-                                    └── rank 1      ...
+    this process ── rank 0      python -m onefold.doctor.checks FOLDER DEVICE BACKEND CHECKS
+                └── rank 1      ...
 
 Ranks run one check after another, and rank 0 writes a row for each. If a rank dies or stands still, the
 row says so, and new ranks go on with the next check. Under a launcher its own ranks run them, once.
@@ -197,7 +197,7 @@ def main(folder: str, device: str, backend: str, *names: str) -> None:
 def check_here(
     device: str, gpus: int, ranks: int | None, module: str = "onefold.doctor.checks"
 ) -> Iterator[Outcome]:
-    """Check this machine with ranks that torchrun's agent starts, and yield a row for each check.
+    """Check this machine with ranks of its own, and yield a row for each check.
 
     With one GPU the checks between ranks run on two ranks that share it, over gloo.
 

@@ -21,8 +21,8 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 #: Device files of GPU drivers: NVIDIA (two), AMD, NVIDIA Jetson, Windows under WSL.
 DRIVERS = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd", "/dev/nvmap", "/dev/dxg")
 
-#: The address at which the ranks of one machine meet, and the name of that rendezvous for torchrun.
-LOOPBACK, ALONE = "127.0.0.1", "onefold"
+#: The address at which the ranks of one machine meet.
+LOOPBACK = "127.0.0.1"
 
 
 def local_store(timeout: timedelta = timedelta(minutes=5)) -> Any:

@@ -1,40 +1,36 @@
-"""`onefold train` if no launcher has started ranks yet: torchrun's agent in the process of the command.
+"""`onefold train` if no launcher has started ranks yet.
 
     joins, from_slurm    in processes/host.py: has a launcher set RANK? then this process is a rank (worker.run_rank)
     launch               checks without torch ─► claims the output folder ─► counts the ranks ─► checks the rest ─► starts the ranks
     _Signals             while they run: passes signals on to the ranks
-    _end_ranks           ends every rank that is left
 
-Each rank is `python -m onefold.train.rank`, in a session of its own: a Ctrl-C in the terminal reaches
-the command only, which decides what to do (see `onefold.processes.signals`). On several machines the
-user starts torchrun.
+Each rank is `python -m onefold.train.rank` (processes/local.py). Where one fails, all are started again,
+up to --max-restarts times. On several machines the user starts torchrun.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from unittest.mock import patch
+from typing import Any
 
 from onefold.cores import physical_cores
 from onefold.data.sources import needs_hub
 from onefold.models.names import fetch, kind_of
 from onefold.processes.claim import Claim
-from onefold.processes.host import ALONE, child_environment, gpus_here
+from onefold.processes.host import child_environment, gpus_here
+from onefold.processes.local import how_it_ended, local_ranks
 from onefold.processes.signals import (
     FAILED,
     FINAL,
-    PARENT,
     PREEMPTION,
     TRAINING,
     end_at_once,
@@ -43,12 +39,7 @@ from onefold.processes.signals import (
 from onefold.train.config import TrainConfig, with_precision
 from onefold.train.early import check_batch
 from onefold.train.output import name_output, with_output
-from onefold.wording import TrainError, seconds_of
-
-#: Seconds to wait until a killed rank is gone.
-ENDING = 5.0
-#: Seconds beyond --grace that ranks get to leave after they have saved.
-SPARE = 5.0
+from onefold.wording import TrainError
 
 
 def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
@@ -123,61 +114,37 @@ def _signals_later() -> Iterator[None]:
 
 def _run(config: TrainConfig, nproc: int, why: str) -> int:
     """Start the ranks and wait for their end. Returns the exit status."""
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-
-    from onefold.train import alone
-
     with tempfile.TemporaryDirectory(prefix="onefold-", ignore_cleanup_errors=True) as folder:
+        clean = partial(shutil.rmtree, folder, ignore_errors=True)
+        put_in_order.append(clean)
         control, file = Path(folder), Path(folder, "config.json")
         file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
-        online = needs_hub(config.data)
+        online, most = needs_hub(config.data), config.max_restarts
         environment = child_environment(os.environ, nproc, control, config.compile, online)
-        environment |= {PARENT: str(os.getpid())}
-        asked = LaunchConfig(
-            1, 1, nproc, DefaultLogsSpecs(log_dir=folder), rdzv_backend=ALONE, max_restarts=config.max_restarts,
-            signals_to_handle="SIGQUIT", shutdown_timeout=int(seconds_of(config.grace) + SPARE),
-        )  # fmt: skip
-        put_in_order.extend([partial(shutil.rmtree, folder, ignore_errors=True), _end_ranks])
         signals = _Signals(control, config.json_lines)
-
-        def over() -> bool:
-            return bool(signals.arrived) or (control / FINAL).exists()
-
-        alone.register(control, over)
-        logging.disable(logging.CRITICAL)  # the ranks report errors better than torchrun's agent
         if not config.json_lines:
             print(f"starting {nproc} ranks ({why})", flush=True)
-        failed = 1
         try:
-            with patch.dict(os.environ, environment):
-                elastic_launch(asked, sys.executable)("-m", "onefold.train.rank", str(file))
-            failed = 0
-        except alone.RunOver:
-            pass
-        except ChildFailedError as error:
-            if not (control / FAILED).exists():
-                rank, failure = error.get_first_failure()
-                _say(f"error: {_how_it_ended(rank, failure.exitcode)}")
+            for start in range(most + 1):
+                for name in (FAILED, TRAINING):  # of an earlier start
+                    (control / name).unlink(missing_ok=True)
+                counts = {"TORCHELASTIC_RESTART_COUNT": start, "TORCHELASTIC_MAX_RESTARTS": most}
+                of_this = {**environment, **{name: str(n) for name, n in counts.items()}}
+                rank = "-m", "onefold.train.rank", str(file)
+                with local_ranks(nproc, of_this, *rank, logs=control, printed=True) as ranks:
+                    signals.ranks = ranks
+                    failed = ranks.wait(period=0.1).failures
+                if not failed or signals.arrived or (control / FINAL).exists():
+                    break
         finally:
-            _end_ranks()
             signals.stop()
-            logging.disable(logging.NOTSET)
-            del put_in_order[-2:]
-        return 128 + signals.by_hand if signals.by_hand else failed
-
-
-def _how_it_ended(rank: int, status: int) -> str:
-    if status >= 0:
-        return f"rank {rank} ended with status {status} and said nothing."
-    hint = ""
-    if -status == signal.SIGKILL:
-        hint = (
-            " This is how the kernel ends a process when memory runs out: try a higher --stage, a"
-            " smaller --micro-batch or --seq."
-        )
-    return f"rank {rank} was ended by {signal.Signals(-status).name}.{hint}"
+            put_in_order.remove(clean)
+        if failed and not (control / FAILED).exists():
+            rank, first = next(iter(failed.items()))
+            hint = "; try a higher --stage, a smaller --micro-batch or --seq"
+            hint *= first.exitcode == -signal.SIGKILL
+            _say(f"error: {how_it_ended(rank, first.exitcode)}{hint}.")
+        return 128 + signals.by_hand if signals.by_hand else int(bool(failed))
 
 
 class _Signals:
@@ -185,8 +152,11 @@ class _Signals:
     Ctrl-C, they end everything at once.
 
     Attributes:
-        arrived: those passed on. by_hand: the first that was no scheduler's, 0 without one.
+        ranks: see `local_ranks`. arrived: the signals passed on to them. by_hand: the first that was no
+            scheduler's, 0 without one.
     """
+
+    ranks: Any = None
 
     def __init__(self, control: Path, silent: bool) -> None:
         self.control, self.silent = control, silent
@@ -211,33 +181,8 @@ class _Signals:
         if not self.silent and number not in self.arrived:
             _say(f"\n{text}")
         self.arrived.add(number)
-        for pid in _ranks():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM if scheduler else signal.SIGINT)
-
-
-def _ranks() -> list[int]:
-    """Return the processes that this one has started."""
-    found: list[int] = []
-    for file in Path("/proc/self/task").glob("*/children"):  # not every system has /proc
-        with contextlib.suppress(OSError):
-            found += map(int, file.read_text().split())
-    return found
-
-
-def _end_ranks() -> None:
-    """End every rank that is left, with what it has started, and wait until they are gone. Where this
-    finds none, they end with this process ([Note: nobody is left behind]).
-    """
-    for pid in _ranks():
-        for kill in (os.killpg, os.kill):  # one that has just begun leads no group
-            with contextlib.suppress(OSError):
-                kill(pid, signal.SIGKILL)
-    end = time.monotonic() + ENDING
-    while _ranks() and time.monotonic() < end:
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(-1, os.WNOHANG)
-        time.sleep(0.01)
+        for handler in self.ranks.subprocess_handlers.values():
+            handler.proc.send_signal(signal.SIGTERM if scheduler else signal.SIGINT)
 
 
 def _say(text: str) -> None:
