@@ -2,10 +2,10 @@
 `--micro-batch auto`, also choose the largest micro-batch that fits.
 
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. One
-rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced is judged
-by its states alone. The plan accounts for offloaded state (plan/states.py).
+rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced gets the
+stage that needs least. The plan accounts for offloaded state (plan/states.py).
 
-With tensor or expert parallelism the plan counts a rank of the mesh, from the model's dimensions.
+With tensor or expert parallelism the plan counts a rank of the mesh.
 """
 
 from __future__ import annotations
@@ -13,18 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.memory import free_host_memory
 from onefold.plan.account import Candidate
-from onefold.plan.api import USABLE, Plan, machine_here, planned, room_beside
+from onefold.plan.api import Plan, machine_here, planned
 from onefold.plan.job import Job
-from onefold.plan.modules import model_shape
-from onefold.plan.rank import units_of
 from onefold.plan.schema import Account
-from onefold.plan.states import at_rest
 from onefold.recipe.core import NODES, OPTIONS, TIERS
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import TrainError, readable
@@ -37,8 +35,7 @@ class Choice:
     Attributes:
         stage: 0 to 3. micro_batch: sequences a rank computes at once.
         reason: one sentence.
-        needed: {stage: bytes of one rank at peak}. If the model could not be traced, the bytes of
-            its states alone.
+        needed: {stage: bytes of one rank at peak}; {} if the model could not be traced.
         available: bytes that the run may use on the rank that has the least.
         planned: the chosen stage in the plan, None if the model could not be traced.
         flops_per_token: model FLOPs. peak_flops: measured FLOP/s of a rank's hardware, None if
@@ -112,77 +109,66 @@ def choose(model: nn.Module, asked: Asked) -> Choice:
     Raises TrainError for a batch that does not divide, units that do not exist, or state that no
     stage can store on the tier that was asked for.
     """
-    mesh = max(asked.tp, asked.ep) > 1
     try:
         try:
-            return _on_mesh(model, asked) if mesh else _on_data_ranks(model, asked)
+            return _planned(model, asked)
         except TrainError:
             raise
         except Exception as error:
+            mesh = max(asked.tp, asked.ep) > 1
             if isinstance(error, ValueError) and (mesh or "does not divide" in str(error)):
                 raise
             # A model's code may fail in any way under a trace, and still train
-            return _by_states(model, asked, f"{type(error).__name__}: {str(error)[:120]}")
+            stage, why = asked.stages()[-1], f"{type(error).__name__}: {str(error)[:120]}"
+            reason = (
+                f"stage {stage}, which needs least: the model could not be traced ({why}), so"
+                " nothing is known of the others"
+            )
+            return Choice(stage, asked.job.micro_batch or 1, reason, {}, asked.free)
     except ValueError as error:
         raise TrainError(str(error)) from None
 
 
-def _on_data_ranks(model: nn.Module, asked: Asked) -> Choice:
-    job = asked.job
+def _planned(model: nn.Module, asked: Asked) -> Choice:
+    """Choose by the account of each stage, on a mesh of `tp` and `ep` if there is one. Raises
+    ValueError: it is not possible for the model.
+    """
+    job, possible, notes = asked.job, asked.stages(), list[str]()
+    mesh, more = max(asked.tp, asked.ep) > 1, dict[str, Any]()
+    if mesh:
+        more = {"axes": {"tp": asked.tp, "ep": asked.ep}, "sequence_parallel": False}
+        count = asked.ranks // asked.tp
+        job = replace(job, global_batch=job.global_batch or job.micro_batch * count)
+        if PLANNED[job.optimizer].update == WHOLE:
+            counted = PLANNED[job.optimizer].rest or "sgd-momentum"
+            notes.append(f"on a mesh states of {job.optimizer} are counted as {counted} has them")
+            job = replace(job, optimizer=counted)
+        if asked.says(NODES):
+            notes.append("on a mesh the plan does not count groups")
 
     def batch(samples: int) -> dict[str, torch.Tensor]:
         ids = torch.zeros((samples, job.seq), dtype=torch.long, device="cpu")
         return {"input_ids": ids, "labels": ids.clone()}
 
     beside = free_host_memory(), math.inf  # the disks are looked at before the run itself
-    machine = machine_here(asked.ranks, asked.local_ranks, asked.free, asked.device, beside)
-    stages = () if asked.stage == "auto" else (int(asked.stage),)
-    found = planned(model, machine, job, stages=stages, batch=batch, largest=False)
-    possible, notes = asked.stages(), list(found.notes)
-    everything = not asked.says(TIERS, NODES)
+    # Measured speeds are not by axis
+    machine = machine_here(
+        asked.ranks, asked.local_ranks, asked.free, asked.device, beside, measured=not mesh
+    )
+    stages = tuple(possible) if mesh or asked.stage != "auto" else ()
+    found = planned(model, machine, job, stages=stages, batch=batch, largest=False, **more)
+    everything = mesh or not asked.says(TIERS, NODES)
     shown = {c.scheme.stage: c for c in found.stages if everything or c.scheme.stage in possible}
-    chosen = found.recommended or shown[possible[-1]]
+    # A plan of a mesh recommends the fastest
+    lowest = next((c for c in found.stages if c.fits), None) if mesh else found.recommended
+    chosen = lowest or shown[possible[-1]]
     held = chosen.account.host
     if not machine.shared and held * machine.local > machine.host.memory:
         notes.append(
             f"the host has no room for the {readable(held)} a rank that are to be stored there: it may"
             " run out of memory"
         )
-    return _chosen(asked, found, chosen, shown, (*notes, *found.assumptions))
-
-
-def _on_mesh(model: nn.Module, asked: Asked) -> Choice:
-    """Choose by the account of the mesh. Raises ValueError: it is not possible for the model."""
-    job, stages, count = asked.job, tuple(asked.stages()), asked.ranks // asked.tp
-    notes: list[str] = []
-    if PLANNED[job.optimizer].update == WHOLE:
-        counted = PLANNED[job.optimizer].rest or "sgd-momentum"
-        notes.append(f"on a mesh states of {job.optimizer} are counted as {counted} has them")
-        job = replace(job, optimizer=counted)
-    if asked.says(TIERS, NODES):
-        notes.append("on a mesh the plan does not count groups, codecs and state off the device")
-    each = job.global_batch // count
-    sizes = [n for n in (2**power for power in range(8)) if each % n == 0]
-    axes, beside = {"tp": asked.tp, "ep": asked.ep}, room_beside(job.folders)
-    # Measured speeds are not by axis
-    machine = machine_here(
-        asked.ranks, asked.local_ranks, asked.free, asked.device, beside, measured=False
-    )
-    best: tuple[Plan, Candidate] | None = None
-    for samples in [job.micro_batch] if job.micro_batch else sizes:
-        batch = job.global_batch or samples * count
-        found = planned(
-            model, machine, replace(job, micro_batch=samples, global_batch=batch), stages=stages, largest=False,
-            axes=axes, sequence_parallel=False,
-        )  # fmt: skip
-        wanted = [best[1].scheme.stage] if best else stages
-        fitting = [c for c in found.stages if c.fits and c.scheme.stage in wanted]
-        if best is not None and not fitting:
-            break
-        best = found, fitting[0] if fitting else found.stages[-1]
-    assert best is not None
-    shown = {c.scheme.stage: c for c in best[0].stages}
-    return _chosen(asked, *best, shown, tuple(notes))
+    return _chosen(asked, found, chosen, shown, (*notes, *found.notes, *found.assumptions))
 
 
 def _chosen(
@@ -222,23 +208,3 @@ def _chosen(
         machine.peak(job.precision or "fp32") if machine.is_timed else None,
         notes,
     )
-
-
-def _by_states(model: nn.Module, asked: Asked, why: str) -> Choice:
-    """Choose by the bytes of states. Half of the free memory is left for gradients and activations."""
-    shape = model_shape(model, dict(asked.job.options).get("units"))
-    available, possible = int(asked.free * USABLE / 2), asked.stages()
-    needed = {
-        stage: sum(
-            at_rest(
-                units_of(shape, asked.job.recipe(stage), asked.ranks, per_node=asked.local_ranks)
-            ).values()
-        )
-        for stage in possible
-    }
-    stage = next((s for s in possible if needed[s] <= available), possible[-1])
-    reason = (
-        f"stage {stage}: the model could not be traced ({why}); its states take"
-        f" {readable(needed[stage])} of {readable(available)} left for them"
-    )
-    return Choice(stage, asked.job.micro_batch or 1, reason, needed, available)

@@ -174,7 +174,7 @@ class Console:
         self._plan = plan
         facts = Table.grid(padding=(0, 2))
         kind = "ranks" if plan["data_ranks"] == plan["ranks"] else "data-parallel ranks"
-        needed = ", ".join(f"stage {s}: {readable(n)}" for s, n in plan["needed"].items())
+        peaks = ", ".join(f"stage {s}: {readable(n)}" for s, n in plan["needed"].items())
         for label, text in (
             ("model", "{model}, {parameters:,} parameters ({trained:,} trained)"),
             ("data", "{data}: {samples:,} sequences of up to {seq} tokens, {held_out:,} held out"),
@@ -183,7 +183,7 @@ class Console:
             ("batch", f"{{global_batch}} sequences a step = {{micro_batch}} x {{data_ranks}} {kind} x {{accumulation}} accumulated"),
             ("length", "{steps} steps, {epochs:.2f} epochs, {schedule}"),
             ("stage", "{reason}"),
-            ("at peak", f"{needed}, of {readable(plan['available'])} a rank may use"),
+            ("at peak", peaks and f"{peaks}, of {readable(plan['available'])} a rank may use"),
             ("output", "{output}"),
         ):  # fmt: skip
             if said := text.format_map(plan):
