@@ -223,7 +223,7 @@ def in_both_ways(faults: tuple[tuple[Any, ...], ...] = (), **options: Any) -> tu
         {},
         {"precision": "bf16", "schedule": "cosine", "warmup": 3},
         {"eval_every": 3, "save_every": 4, "async_save": False},
-        {"clip": 0.0, "trace": "2:5"},
+        {"clip": 0.0},
         {"precision": "fp16"},
     ],
     ids=str,

@@ -226,9 +226,6 @@ class TrainConfig(_RecipeOptions):
     """Held-out sequences a measurement reads, at most."""
     tensorboard: bool = False
     """Also write every figure for TensorBoard, into the output folder."""
-    trace: Annotated[str, Field(pattern=r"^\d+(:\d+)?$")] | None = None
-    """Steps to trace, one or FROM:TO, counted from 1: trace-rankN.json in the output folder, for
-    Perfetto."""
     json_lines: bool = Field(False, alias="json")
     """Print JSON lines only."""
 

@@ -81,7 +81,7 @@ def train(
             why the steps ended.
         report: receives one row of metrics per step, on every rank, in the order of the steps; see
             [Note: a step late] for when.
-        window: records steps; None records the one step for the report.
+        window: records a step for the report; None makes one.
         keeper: writes the checkpoints; None writes none.
         alert: tells the user of something that needs attention.
 
@@ -180,7 +180,7 @@ class _Loop:
         else:
             if self.late:
                 self._judge(seen)
-            self.window.end(step, over=bool(run.stopped))
+            self.window.end(step)
             if self._evaluates(step):
                 sent = self.engine.traffic.sent().nbytes
                 seen.row["eval_loss"] = held_out_loss(run)

@@ -1,7 +1,7 @@
 """What a run shows, writes and leaves for `onefold report`.
 
     Reporter    tells events to its listeners: Console or json_lines, Metrics, tensorboard; those of the first rank
-    Window      records steps: one for the report, or those that --trace names
+    Window      records one step for the report
     describe    what was chosen and why
     observe     writes this rank's ledgers into the output folder
 
@@ -40,14 +40,14 @@ from onefold.observe.trace import Recording, measured, record
 from onefold.reading import parse_json
 from onefold.recipe.core import NODES
 from onefold.train.optimizers import peak_lr, rates
-from onefold.wording import TrainError, readable
+from onefold.wording import readable
 
 if TYPE_CHECKING:
     from onefold.train.prepare import Run
 
 Row = dict[str, Any]
 Listener = Callable[[str, Row], object]
-#: The step (from 0) that is recorded by default. Earlier steps also build optimizer states and
+#: The step (from 0) that is recorded. Earlier steps also build optimizer states and
 #: record the order of units.
 RECORDED = 3
 
@@ -238,53 +238,43 @@ def _figures(row: Row, borders: str) -> str:
 
 
 class Window:
-    """Records the run's steps from `first` to `last` and stores the recording in the run.
-    Raises TrainError if --trace names steps that the run does not have.
-    """
+    """Records one step of the run and stores the recording in the run."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         # The first steps of this process build states and record orders, so count from its start
-        self.first = self.last = min(run.start + RECORDED, run.steps - 1)
-        if run.config.trace is not None:
-            first, _, last = run.config.trace.partition(":")
-            self.first, self.last = int(first) - 1, int(last or first) - 1
-            if not 0 <= self.first <= self.last < run.steps:
-                raise TrainError(
-                    f"--trace {run.config.trace}: the run has steps 1 to {run.steps}, and FROM is at"
-                    " most TO."
-                )
+        self.number = min(run.start + RECORDED, run.steps - 1)
         self._stack = contextlib.ExitStack()
         self._recording: Recording | None = None
 
     def is_near(self, step: int) -> bool:
-        """Whether `step` is being recorded, or is the one before the first recorded step.
-        The loop reads such a step before the next one begins.
+        """Whether `step` is recorded, or is the one before. The loop reads such a step before the next
+        one begins.
         """
-        return self._recording is not None or step + 1 == self.first
+        return step in (self.number - 1, self.number)
 
     def begin(self, step: int) -> None:
         """Tell that `step` is about to begin."""
-        if step == self.first:
+        if step == self.number:
             seen = record(self.run.model, self.run.optimizer, activations=True)
             self._recording = self._stack.enter_context(seen)
 
-    def end(self, step: int, over: bool) -> None:
-        """Tell that `step` has ended. A window in which the optimizer has not stepped moves on to the
-        next step.
+    def end(self, step: int) -> None:
+        """Tell that `step` has ended. If the optimizer has not stepped in it, the next one is
+        recorded.
         """
-        if self._recording is not None and (step >= self.last or over):
-            self._stack.close()
-            recording, self._recording = self._recording, None
-            if not recording.steps:
-                self.first = self.last = step + 1
-                return
-            self.run.recording = recording
-            self.run.measured = measured(self.run.model, self.run.optimizer, recording)
+        if self._recording is None:
+            return
+        self._stack.close()
+        recording, self._recording = self._recording, None
+        if not recording.steps:
+            self.number = step + 1
+            return
+        self.run.recording = recording
+        self.run.measured = measured(self.run.model, self.run.optimizer, recording)
 
     def close(self) -> None:
         """Stop recording, because the run failed or ended. An unfinished recording is dropped."""
-        self._recording = None
         self._stack.close()
 
 

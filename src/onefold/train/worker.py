@@ -300,7 +300,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: s
 
 
 def _train(run: Run, me: Rank, keeper: Keeper, report: Any, window: Window, say: Reporter) -> int:
-    """Train, and write the trace if one was asked for. Returns how many steps are done."""
+    """Train. Returns how many steps are done."""
     try:
         done = train(run, lambda: me.stop.asked, report, window, keeper, say.alert)
     except TrainError:  # raised on every rank: complete the checkpoint that is under way
@@ -314,10 +314,6 @@ def _train(run: Run, me: Rank, keeper: Keeper, report: Any, window: Window, say:
     finally:
         window.close()
     me.stop.disarm()
-    if run.config.trace is not None and run.recording is not None:
-        folder = Path(str(run.config.output))
-        traced = run.recording.write_chrome(folder / f"trace-rank{run.ranks.rank}.json")
-        say.note(f"trace: {traced} (one file a rank; open it in Perfetto)")
     return done
 
 
