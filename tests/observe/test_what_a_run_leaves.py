@@ -26,7 +26,7 @@ SOURCE = str(Path(__file__).parents[2] / "src")
 STEPS, RANKS = 3, 2
 #: Every figure of a step, as `onefold train` calls it: `held` is what the engine's ledger says,
 #: `memory` what the process has.
-FIGURES = {"step", "loss", "grad_norm", "lr", "skipped", "tokens", "tokens_per_s", "mfu", "step_ms", "exposed_ms", "wire_bytes", "held",
+FIGURES = {"step", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "mfu", "step_ms", "exposed_ms", "wire_bytes", "held",
            "host", "nvme", "moved_bytes", "io_ms", "memory", "memory_peak"}  # fmt: skip
 
 

@@ -47,7 +47,6 @@ EQUAL = (
     "grad_norm",
     "lr",
     "scale",
-    "skipped",
     "left_out",
     "tokens",
     "wire_bytes",

@@ -161,10 +161,9 @@ def base_of(run: Run) -> str | None:
     return weights_digest(run.loaded.weights)
 
 
-def kept_beside(run: Run, skipped: int) -> dict[str, Any]:
-    """Return the extra values of a checkpoint: skipped steps, and options that decide its numbers."""
+def kept_beside(run: Run) -> dict[str, Any]:
+    """Return the extra values of a checkpoint: options that decide its numbers."""
     return {
-        "skipped": skipped,
         "base": base_of(run),
         "optimizer": run.config.optimizer,
         "options": run.config.model_dump(mode="json", exclude=APART),
@@ -205,7 +204,6 @@ def load(run: Run, point: Point) -> list[str]:
             raise
         return [f"{error} Going on from the one before", *load(run, older)]
     run.start = point.step
-    run.earlier = dict(point.extra)
     return differences(run, point)
 
 
@@ -218,7 +216,7 @@ def differences(run: Run, point: Point) -> list[str]:
             f"it was saved by {ranks} ranks at stage {stage}, and goes on with"
             f" {run.ranks.world_size} at stage {run.choice.stage}"
         )
-    before, now = point.extra.get("options", {}), kept_beside(run, 0)["options"]
+    before, now = point.extra.get("options", {}), kept_beside(run)["options"]
     others = changed((name, before[name], now[name]) for name in now if name in before)
     if others:
         said.append(f"options that have changed since: {others}")
@@ -254,13 +252,13 @@ class Keeper:
         if run.config.save_every or run.config.resume != "none":
             self._open()
 
-    def after(self, step: int, stopping: Stop, over: bool, skipped: int) -> None:
-        """Save if a checkpoint is due after `step` steps, `skipped` of them skipped. Collective.
+    def after(self, step: int, stopping: Stop, over: bool) -> None:
+        """Save if a checkpoint is due after `step` steps. Collective.
         Raises CheckpointError if this save failed, or one that was under way.
         """
         self.look()
         if self.saves(step, stopping, over):
-            self._save(step, skipped)
+            self._save(step)
         if stopping or over:
             self.wait()
 
@@ -297,14 +295,14 @@ class Keeper:
             )
         return self._checkpointer
 
-    def _save(self, step: int, skipped: int) -> None:
+    def _save(self, step: int) -> None:
         run, begun, checkpointer = self.run, time.perf_counter(), self._open()
         path = checkpointer.save(
             step,
             optimizer=run.optimizer,
             scaler=run.scaler,
             data=run.order,
-            extra=kept_beside(run, skipped),
+            extra=kept_beside(run),
             tokenizer=run.loaded.tokenizer,
             frozen=base_of(run) is None,
         )

@@ -138,9 +138,7 @@ class _Loop:
         flops = run.choice.flops_per_token, run.choice.peak_flops
         self.meter = Meter(run.model, run.optimizer, *flops)
         self.waiting: _Step | None = None  # the step before, if it is not read yet
-        self.skipped = int(run.earlier.get("skipped", 0))
         self.bad = self.overflows = 0  # in a row
-        self._scale = 0.0
         self._arrived = 0.0
 
     def step(self, step: int) -> None:
@@ -171,7 +169,7 @@ class _Loop:
             self._judge(seen)
             update(run, apply="left_out" not in seen.row)
             if scaler is not None:
-                self._note_scale(seen.row, scaler.get_scale())
+                seen.row["scale"] = scaler.get_scale()
         seen.row = {**self._figures(step, tokens), **seen.row}
         if before is not None:
             self.report(before.row)
@@ -187,7 +185,7 @@ class _Loop:
                 seen.row["eval_wire_bytes"] = self.engine.traffic.sent().nbytes - sent
             self.report(seen.row)
         if self.keeper is not None:
-            self.keeper.after(step + 1, run.stopped, step + 1 == run.steps, self.skipped)
+            self.keeper.after(step + 1, run.stopped, step + 1 == run.steps)
 
     def _ask(self, loss: float = 0.0) -> float:
         """Agree with the other ranks on requests to stop, and return the sum of `loss`. Collective."""
@@ -222,16 +220,8 @@ class _Loop:
             row["own_ms"] = [-1000 * least, microseconds / 1000]
         if not self._is_fine(seen, loss, norm):
             row["left_out"] = True
-            self.skipped += 1
-        row["skipped"] = self.skipped
-        for one in scale:
-            self._note_scale(row, one)
-
-    def _note_scale(self, row: Row, scale: float) -> None:
-        """Put the loss scale into a row. Where it fell, the scaler has skipped the step."""
-        self.skipped += scale < self._scale
-        self._scale = scale
-        row |= {"scale": scale, "skipped": self.skipped}
+        if scale:
+            row["scale"] = scale[0]
 
     def _is_fine(self, seen: _Step, loss: float, norm: float) -> bool:
         """Whether a step's update counts. All ranks judge alike, because the numbers are the same.

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +148,7 @@ class Run:
 
     Attributes:
         part: the part of each batch that this rank computes.
-        start: steps done before this start of the run. earlier: the extra values of the checkpoint
-            that this start resumes from (`checkpoints.kept_beside`).
+        start: steps done before this start of the run.
         stopped: why the steps ended before the last one.
     """
 
@@ -172,7 +171,6 @@ class Run:
     recording: Recording | None = None  # of one step, once that step has run
     measured: Account | None = None
     start: int = 0
-    earlier: dict[str, Any] = field(default_factory=dict)
     stopped: Stop = Stop.NONE
 
 
