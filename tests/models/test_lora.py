@@ -21,8 +21,10 @@ from hf_folders import (
     reset_peak,
     saved,
 )
+from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import newest_first
 from onefold.checkpoint.folder_source import FolderSource
+from onefold.pretrained.adapters import export_merged
 from onefold.processes.ranks import Ranks
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
@@ -120,13 +122,14 @@ def runs(root: Path) -> dict[str, Any]:
     ranks, found = this_rank(), {}
     for name, options in VARIANTS.items():
         more: dict[str, Any] = {
-            "lora": 4, "merge": True, "lr": 3e-2, "steps": 8, "stage": "3", "resume": "auto", "save_every": 4, **options
+            "lora": 4, "lr": 3e-2, "steps": 8, "stage": "3", "resume": "auto", "save_every": 4, **options
         }  # fmt: skip
         config = job(root / name, **more, output=str(root / "out" / name))
         run, keeper = start(config, ranks)
         whole = losses_of(run, keeper)
         found[name] = {"losses": whole, "trained": run.trained}
         assert export(run, root / "out" / name / "model") == "adapters"
+        export_merged(run.model, root / "out" / name / "merged")
         for weight, expected in merged_by_hand(run).items():
             made = files(root / "out" / name / "merged")[weight].float()
             assert torch.allclose(made, expected, rtol=1e-2, atol=1e-6), (name, weight)
@@ -233,11 +236,11 @@ def peak_of_merging(root: Path) -> float:
     ranks = this_rank()
     give_memory_back_at_once()
     for name in ("llama", "large"):
-        config = job(root / name, lora=4, merge=True, stage="3", frozen="nf4")
+        config = job(root / name, lora=4, stage="3", frozen="nf4")
         run = prepare(config, ranks, lambda line: None)
         reset_peak()
         before = peak_resident()
-        export(run, root / "out" / name / "model")
+        export_merged(run.model, root / "out" / name / "merged")
     return (peak_resident() - before) / MIB
 
 
@@ -270,8 +273,9 @@ def test_layers_that_are_not_there_are_told(
     assert said in str(error.value)
 
 
-def test_adapters_that_cannot_be_merged_are_told_before_they_are_trained(tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_merged_are_told(tmp_path: Path) -> None:
     """Those of experts and gates, which peft adds to parameters and not to linear layers."""
     folder = saved(tmp_path, "mixtral")
-    with pytest.raises(TrainError, match=r"--merge: the adapter at .*mlp.* Leave --merge out"):
-        prepare(job(folder, lora=2, merge=True), alone(), lambda line: None)
+    run = prepare(job(folder, lora=2), alone(), lambda line: None)
+    with pytest.raises(CheckpointError, match=r"the adapter at .*mlp"):
+        export_merged(run.model, tmp_path / "merged")

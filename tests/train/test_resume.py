@@ -111,7 +111,7 @@ def test_a_stopped_and_resumed_run_has_the_losses_and_weights_of_one_that_was_no
     second = start(text, tmp_path / "cut", resume="auto", **how)
     assert second[0].start == 4
     again = first + drive(*second)
-    for key in ("step", "loss", "grad_norm", "lr", "wire_bytes", "skipped"):
+    for key in ("step", "loss", "grad_norm", "lr", "wire_bytes"):
         assert [row[key] for row in again] == [row[key] for row in rows], key
     for name, tensor in whole[0].model.state_dict().items():
         assert torch.equal(tensor, second[0].model.state_dict()[name]), name

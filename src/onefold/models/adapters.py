@@ -2,7 +2,6 @@
 
 --lora 16                   adapters for every linear layer but the head; the base model is not trained
 --lora 16 --frozen nf4      QLoRA: the base model is stored and gathered in 4 bits
---merge                     also write the whole model, with the adapters added to its weights
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.errors import CheckpointError
 from onefold.models.names import is_hub_name
 from onefold.plan.modules import adapted
-from onefold.pretrained.adapters import Merging
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
@@ -60,14 +57,6 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
         wrapped.peft_config["default"].base_model_name_or_path = config.model.partition("@")[0]
     module: nn.Module = wrapped
     return module
-
-
-def refuse_unmergeable(model: nn.Module) -> None:
-    """Raise TrainError, before the first step, if --merge would fail after the last step."""
-    try:
-        Merging.of(model)
-    except CheckpointError as error:
-        raise TrainError(f"--merge: {error} Leave --merge out to train the adapters.") from error
 
 
 def targets_of(config: TrainConfig, model: nn.Module) -> str | list[str]:

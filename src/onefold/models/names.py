@@ -188,8 +188,7 @@ def kind_of(name: str) -> str:
             if (path / "adapter_config.json").is_file():
                 raise TrainError(
                     f"--model {name}: this folder has adapters of peft, and not the model that they"
-                    " belong to. Name a whole model: the one that --merge writes beside them"
-                    " (OUTPUT/merged), or peft's merge_and_unload()."
+                    " belong to. Name a whole model: what peft's merge_and_unload() gives."
                 )
             raise TrainError(
                 f"--model {name}: this folder has no config.json, so it is no Hugging Face model."

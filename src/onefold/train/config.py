@@ -136,8 +136,6 @@ class TrainConfig(_RecipeOptions):
     but the head."""
     lora_alpha: Count | None = None
     """Adapters are scaled by this number over their rank (default: twice the rank)."""
-    merge: bool = False
-    """Also write the whole model with its adapters added to its weights, into OUTPUT/merged."""
 
     # how it is divided among the ranks; the recipe's options are fields as their table has them
     stage: Stage = "auto"

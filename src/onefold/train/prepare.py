@@ -20,7 +20,7 @@ import onefold
 from onefold.data.order import DataOrder
 from onefold.data.samples import Data, load_data
 from onefold.data.tokens import tokens_of
-from onefold.models.adapters import refuse_unmergeable, with_adapters
+from onefold.models.adapters import with_adapters
 from onefold.models.build import Loaded, compile_blocks, load_on_first_rank
 from onefold.models.names import kind_of
 from onefold.models.parallel import AXES, DATA, parallelize
@@ -234,8 +234,6 @@ def prepare(
         model = _sharded(loaded, recipe, config, ranks)
     except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
-    if config.merge:
-        refuse_unmergeable(model)
     if config.compile:
         compile_blocks(model)
     groups = parameter_groups(model.named_parameters(), no_decay, config.weight_decay, by_muon)

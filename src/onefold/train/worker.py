@@ -31,7 +31,7 @@ from onefold.models.build import quiet_transformers
 from onefold.models.names import kind_of, precision_of
 from onefold.observe.memory import resident_memory
 from onefold.offload.nvme import TierError
-from onefold.pretrained.adapters import export_merged, save_adapters
+from onefold.pretrained.adapters import save_adapters
 from onefold.pretrained.export import export as export_model
 from onefold.processes.claim import Claim, cannot_be_written
 from onefold.processes.peers import Peer, PeerMonitor
@@ -65,8 +65,6 @@ PATIENCE = 5.0
 LINGER = 5.0
 #: Options that each machine sets for itself.
 OF_A_MACHINE = ("nproc", "device", "grace", "max_restarts")
-#: Folder in OUTPUT that --merge writes.
-MERGED = "merged"
 #: Parts of the messages with which torch and Python report a failed allocation, in lower case.
 _OUT_OF_MEMORY = (
     "out of memory",
@@ -284,8 +282,6 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: s
         if not stopped:
             me.leave()  # the first rank may write for long, and finishes even if another rank goes
             kind = export(run, folder / "model")
-            if kind == "adapters" and config.merge:
-                say.note(f"the whole model with its adapters: {folder / MERGED}")
         losses = [row["loss"] for row in rows if row["loss"] is not None]
         say.say(
             "done", done=True, stopped=stopped, why=run.stopped.reason if stopped else "", steps=done,
@@ -321,7 +317,7 @@ def export(run: Run, folder: Path) -> str:
     """Write the model to `folder`, and return the kind of what was written. Collective.
 
     - A transformers model: in the Hugging Face format.
-    - A peft model: its adapters alone. With --merge, also the merged model, in a folder beside it.
+    - A peft model: its adapters alone.
     - Any other model: safetensors with the names of its state dict.
 
     Replaces an earlier folder once the new one is complete.
@@ -337,9 +333,6 @@ def export(run: Run, folder: Path) -> str:
         model.config.use_cache = True
     if getattr(model, "peft_config", None):
         save_adapters(run.model, folder, overwrite=True)
-        if run.config.merge:
-            merged = folder.with_name(MERGED)
-            export_merged(run.model, merged, dtype, tokenizer=tokenizer, overwrite=True)
         return "adapters"
     with contextlib.nullcontext() if ours else quiet_transformers():
         export_model(run.model, folder, dtype or "master", tokenizer=tokenizer, overwrite=True)
