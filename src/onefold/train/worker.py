@@ -37,7 +37,7 @@ from onefold.processes.claim import Claim, cannot_be_written
 from onefold.processes.peers import Peer, PeerMonitor
 from onefold.processes.ranks import Ranks, join, leave
 from onefold.processes.signals import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
-from onefold.recipe import COMPUTE_DTYPES, Tier
+from onefold.recipe import COMPUTE_DTYPES
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper, changed, restarts
 from onefold.train.config import TrainConfig
@@ -350,35 +350,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def explain(run: Run, error: BaseException) -> TrainError:
     """Return the error for an allocation that failed in this run's loop: what was held where, and
-    which options need less, the cheapest first.
+    which options need less.
     """
-    engine, config, choice, recipe = (
-        onefold.engine_of(run.model),
-        run.config,
-        run.choice,
-        run.recipe,
-    )
+    engine, planned = onefold.engine_of(run.model), run.choice.predicted
     unit, phase = engine.passes.raised_in or ("(between units)", engine.phase)
     held = ", ".join(f"{name} {readable(n)}" for name, n in engine.memory.now().items())
-    planned = choice.predicted
     expected = f", planned at most {readable(planned.peak_bytes)}" if planned is not None else ""
-    on_cpu = run.ranks.device.type == "cpu"
-    helps = {
-        f"--micro-batch {choice.micro_batch // 2} (with --global-batch {run.order.global_batch} the batch stays the same)":
-            choice.micro_batch > 1,
-        "--activation-checkpointing full": config.activation_checkpointing == "none",
-        f"--stage {choice.stage + 1}": choice.stage < 3 and run.ranks.world_size > 1,
-        "--precision bf16": config.precision == "fp32",
-        "--offload-optimizer cpu": not on_cpu and recipe.optimizer.tier is Tier.DEVICE,
-        "--offload-optimizer nvme --nvme FOLDER": recipe.optimizer.tier is not Tier.NVME,
-        "--offload-activations cpu": not on_cpu and recipe.offload_activations is None,
-        "fewer tokens (--seq), more ranks, or a smaller model": True,
-    }  # fmt: skip
     return TrainError(
         f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"
         f" {engine.step_count + 1}): {str(error).splitlines()[0][:160]}\nThe engine held"
-        f" {held or 'nothing'}; the process {readable(resident_memory()[0])}{expected}.\nTo change:"
-        f" {', '.join(advice for advice, would_help in helps.items() if would_help)}."
+        f" {held or 'nothing'}; the process {readable(resident_memory()[0])}{expected}.\nTo need less,"
+        " the cheapest first: a smaller --micro-batch (--global-batch keeps the batch),"
+        " --activation-checkpointing full, a higher --stage, --precision bf16, --offload-optimizer cpu"
+        " (from a GPU) or nvme, a shorter --seq, more ranks."
     )
 
 
