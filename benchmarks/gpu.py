@@ -272,7 +272,7 @@ def check(options: Options, report: Report) -> tuple[Table, Outcomes]:
     options.output.mkdir(parents=True, exist_ok=True)
     file = options.output / "gpu-check.json"
     command = [sys.executable, "-m", "onefold", "doctor", "--check"]
-    command += ["--device", options.device, "--json", str(file)]
+    command += ["--device", options.device, "--json"]
     how: dict[str, Any] = {"cwd": ROOT, "env": launch.environment(options.threads)}
     how |= {"capture_output": True, "text": True, "timeout": options.timeout, "check": False}
     try:
@@ -280,10 +280,11 @@ def check(options: Options, report: Report) -> tuple[Table, Outcomes]:
     except subprocess.TimeoutExpired:
         error = f"not finished after {options.timeout:.0f} s"
         return table, [{"side": "check", "status": "timeout", "error": error}]
-    if done.returncode not in (0, 1) or not file.exists():
+    if done.returncode not in (0, 1) or not done.stdout:
         error = (done.stderr or done.stdout)[-600:]
         return table, [{"side": "check", "status": "failed", "error": error}]
-    found = json.loads(file.read_text())
+    file.write_text(done.stdout)
+    found = json.loads(done.stdout)
     for c in found["checks"]:
         table.add(c["name"], c["status"], f"{c['seconds']:.1f}", c["said"])
     wrong = [f"{c['name']}: {c['said']}" for c in found["checks"] if c["status"] == "wrong"]

@@ -47,12 +47,7 @@ def test_it_says_what_the_machine_has_without_measuring(cache: Path) -> None:
     assert machine["ranks"] == machine["cpu"]["physical_cores"] >= 1
     assert machine["backend"] == "gloo" and "gloo" in machine["backends"]
     assert 0 < machine["memory"]["free"] <= machine["memory"]["total"]
-    assert machine["packages"]["torch"] and [d["use"] for d in machine["disks"]] == [
-        "working folder",
-        "temporary files",
-        "cache",
-    ]
-    assert all(d["free"] > 0 for d in machine["disks"])
+    assert machine["packages"]["torch"]
     assert "gpu.here" not in said and "onefold doctor --calibrate" in said["note"]
     assert not cache.exists()
 

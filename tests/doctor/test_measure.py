@@ -41,13 +41,13 @@ def test_a_disk_is_measured_and_left_as_it_was_also_where_it_is_full(
 ) -> None:
     found = measure_disk(tmp_path)
     assert found["nvme_write"] > 0 < found["nvme_bandwidth"]
-    with pytest.raises(ValueError, match="No such file or directory"):
+    with pytest.raises(OSError, match="No such file or directory"):
         measure_disk(tmp_path / "nowhere")
 
     def full(*args: Any) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(ValueError, match="No space left on device"):
+    with pytest.raises(OSError, match="No space left on device"):
         measure_disk(tmp_path)
     assert list(tmp_path.iterdir()) == []

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -33,9 +32,8 @@ def doctor_command(
         bool, option("Check collectives, stages, offload, checkpoints and overlap: under two minutes.", None, "--check")
     ] = False,
     as_json: Annotated[
-        bool, option("Print one JSON object instead of tables; with --check and a FILE: write it there as well.", None, "--json")
+        bool, option("Print one JSON object instead of tables.", None, "--json")
     ] = False,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="With --check --json: the file to write.", show_default=False)] = None,
     output: Annotated[Path | None, option("Calibration file to write, or show (default: onefold/machine.toml in ~/.cache).")] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], option("Where ranks compute.", shown=True)] = "auto",
     ranks: Annotated[
@@ -60,17 +58,13 @@ def doctor_command(
         raise ValueError("--check and --calibrate: one at a time, each with its own options.")
     if not check and not calibrate and (ranks or disk):
         raise ValueError("--ranks and --disk say how to measure: add --calibrate.")
-    if file is not None and not (check and as_json and file.absolute().parent.is_dir()):
-        raise ValueError(
-            f"{file}: --check --json FILE writes a file, and only that; or its folder is not there."
-        )
     found = facts(device, *ranks_to_start(resolve({"device": device})))
     if check:
-        return _check(found, ranks, as_json, file)
+        return _check(found, ranks, as_json)
     return _calibration(found, calibrate, as_json, output, ranks, disk)
 
 
-def _check(found: dict[str, Any], ranks: int | None, as_json: bool, file: Path | None) -> int:
+def _check(found: dict[str, Any], ranks: int | None, as_json: bool) -> int:
     """Run the checks and show the results. Under a launcher, rank 0 shows them and the other ranks
     return 0.
     """
@@ -100,9 +94,7 @@ def _check(found: dict[str, Any], ranks: int | None, as_json: bool, file: Path |
         "checks": [asdict(row) for row in rows],
         "result": ", ".join(f"{count} {status}" for status, count in told.items()),
     }
-    if file is not None:
-        file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    show(as_json and file is None, "check", report)
+    show(as_json, "check", report)
     return int(told[WRONG] > 0)
 
 

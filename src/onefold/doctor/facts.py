@@ -1,16 +1,13 @@
-"""What this machine has, without measuring: processors, memory, GPUs, packages, disks."""
+"""What this machine has, without measuring: processors, memory, GPUs, packages."""
 
 from __future__ import annotations
 
 import platform
-import shutil
-import tempfile
 from importlib.metadata import distributions
-from pathlib import Path
 from typing import Any
 
 from onefold.cores import physical_cores
-from onefold.machine.calibration import cpu_name, default_path
+from onefold.machine.calibration import cpu_name
 from onefold.memory import free_host_memory, total_host_memory
 
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
@@ -51,18 +48,4 @@ def facts(device: str, ranks: int, why: str) -> dict[str, Any]:
         "device": "cuda" if use_cuda else "cpu",
         "ranks": ranks,
         "ranks_why": why,
-        "disks": _disks(),
     }
-
-
-def _disks() -> list[dict[str, Any]]:
-    """Free space where a run writes, at the nearest folder that is there."""
-    out = []
-    for use, folder in (
-        ("working folder", Path.cwd()),
-        ("temporary files", Path(tempfile.gettempdir())),
-        ("cache", default_path().parent),
-    ):
-        there = next(p for p in (folder, *folder.parents) if p.exists())
-        out.append({"use": use, "folder": str(folder), "free": shutil.disk_usage(there).free})
-    return out
