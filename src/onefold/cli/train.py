@@ -15,7 +15,6 @@ import typer
 from pydantic.fields import FieldInfo
 
 from onefold.cli.options import option, parameter, recipe_parameter, refuse, with_parameters
-from onefold.processes.claim import Claim
 from onefold.processes.signals import end_with_parent
 from onefold.recipe.core import DIVISION
 from onefold.train.config import OPTIONS, TrainConfig, read_options
@@ -79,12 +78,10 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
         return launch(config)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: end if torchrun ends
         end_with_parent()
-    first = os.environ["RANK"] == "0"
-    claim = Claim(Path(config.output)) if first and config.output is not None else None
     check_batch(config, int(os.environ["WORLD_SIZE"]))
     from onefold.train.worker import run_rank
 
-    return run_rank(config, claim)
+    return run_rank(config)
 
 
 def _parameter(key: str, field: FieldInfo, panel: str) -> inspect.Parameter:

@@ -148,14 +148,12 @@ class StopSignal:
 
     Attributes:
         asked: the requests to this rank. Reduce them over all ranks, since others may not know yet.
-        last_words: called before SIGTERM ends this rank, if there is nothing to save yet.
     """
 
     def __init__(self, rank: int, local_rank: int = 0, grace: float = 30.0) -> None:
         folder = os.environ.get(CONTROL)
         self.control = Path(folder) if folder else None
         self.rank, self.local_rank, self.grace = rank, local_rank, grace
-        self.last_words: Callable[[], object] = lambda: None
         self.asked = Stop.NONE
         self._armed = self._saved = False
         self._listen()
@@ -215,8 +213,6 @@ class StopSignal:
         if number != signal.SIGINT and number not in PREEMPTION:
             return
         again = bool(self.asked & Stop.INTERRUPT) and number == signal.SIGINT
-        if not self._armed and number == signal.SIGTERM:
-            self.last_words()
         if not self._armed or again:
             os._exit(128 + number)
         if number == signal.SIGINT:

@@ -77,14 +77,3 @@ def check_batch(config: TrainConfig, ranks: int) -> None:
             config.job().accumulation(count)
         except ValueError as error:
             raise TrainError(str(error)) from None
-
-
-def refuse_frozen(config: TrainConfig, frozen: int) -> None:
-    """Raise TrainError if --frozen is given and no parameter is frozen."""
-    if config.frozen is not None and not frozen:
-        raise TrainError(
-            f"--frozen {config.frozen}: every parameter of {config.model} is trained, so none could"
-            " are stored encoded. Leave the option out (--gather-codec encodes what is trained while it"
-            " travels), or train adapters around it (--lora 16), or give a model with frozen"
-            " weights: --model module:factory, whose factory freezes them, or returns one of peft's."
-        )

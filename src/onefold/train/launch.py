@@ -88,28 +88,14 @@ def _claimed(config: TrainConfig) -> Iterator[TrainConfig]:
     Yields `config` with the folder named. On exit, removes a folder that was made for this run and is
     still empty.
     """
-    with _signals_later():
-        named = name_output(config)
-        assert named.output is not None
-        claim = Claim(Path(named.output), new=config.output is None)
-        put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
+    named = name_output(config)
+    claim = Claim(Path(str(named.output)), new=config.output is None)
+    put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
     try:
         yield named
     finally:
         put_in_order.remove(claim.undo)
         claim.undo()
-
-
-@contextlib.contextmanager
-def _signals_later() -> Iterator[None]:
-    """Block the signals that ask to stop, inside the context. A signal then cannot arrive between
-    making the folder and registering its removal.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, *PREEMPTION))
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _run(config: TrainConfig, nproc: int, why: str) -> int:

@@ -187,13 +187,15 @@ class _Loop:
         if self.keeper is not None:
             self.keeper.after(step + 1, run.stopped, step + 1 == run.steps)
 
-    def _ask(self, loss: float = 0.0) -> float:
-        """Agree with the other ranks on requests to stop, and return the sum of `loss`. Collective."""
-        kinds, asked = list(Stop), Stop(int(self.stop_requested()))
-        loss, *said = self.run.ranks.sum(loss, *(float(kind in asked) for kind in kinds))
-        for kind, count in zip(kinds, said, strict=True):
-            self.run.stopped |= kind if count else Stop.NONE
-        return loss
+    def _ask(self, *values: float) -> list[float]:
+        """Agree with the other ranks on a request to stop, and return the greatest of each value.
+        Collective.
+        """
+        asked, *greatest = self.run.ranks.sum(
+            float(self.stop_requested()), *values, how=dist.ReduceOp.MAX
+        )
+        self.run.stopped |= Stop(int(asked))
+        return greatest
 
     def _judge(self, seen: _Step) -> None:
         """Read a step's numbers, exchange them with the other ranks, judge them, and complete the step's
@@ -204,11 +206,11 @@ class _Loop:
         """
         ranks = self.run.ranks
         loss, norm, *scale = seen.numbers()
-        loss = self._ask(loss)
         # The greatest and its rank in one number: nothing here grows with the number of ranks
         mine = round(seen.own * 1e6) * ranks.world_size + ranks.rank
-        slow, least = ranks.sum(mine, -seen.own, how=dist.ReduceOp.MAX)
-        row, loss = seen.row, loss / self.run.part.copies  # ranks that divide layers have the same
+        slow, least = self._ask(mine, -seen.own)
+        # Ranks that divide layers have the same loss
+        row, loss = seen.row, ranks.sum(loss)[0] / self.run.part.copies
         if self.late:
             now = time.perf_counter()
             row |= self.meter.rates(now - max(seen.begun, self._arrived), seen.tokens)

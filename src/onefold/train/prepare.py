@@ -34,11 +34,7 @@ from onefold.tracing.blocks import recompute
 from onefold.train import optimizers
 from onefold.train.choose import Asked, Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
-from onefold.train.early import (
-    data_ranks,
-    micro_batch_that_divides,
-    refuse_frozen,
-)
+from onefold.train.early import data_ranks, micro_batch_that_divides
 from onefold.wording import TrainError
 
 if TYPE_CHECKING:
@@ -208,7 +204,11 @@ def prepare(
     model = loaded.module
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     frozen = sum(p.numel() for p in model.parameters()) - trained
-    refuse_frozen(config, frozen)
+    if config.frozen is not None and not frozen:
+        raise TrainError(
+            f"--frozen {config.frozen}: every parameter of {config.model} is trained. Leave it out, or"
+            " train adapters (--lora 16), or give a model whose factory freezes weights."
+        )
     if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
         # The key-value cache is useless in training; `results.sample` turns it on
         model.config.use_cache = False

@@ -42,7 +42,7 @@ from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper, changed, restarts
 from onefold.train.config import TrainConfig
 from onefold.train.loop import train
-from onefold.train.output import METRICS, with_output, write_config
+from onefold.train.output import METRICS, name_output, with_output, write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import (
     Console,
@@ -88,7 +88,6 @@ class Rank:
         self.number = int(os.environ["RANK"])
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.stop = StopSignal(self.number, local_rank, seconds_of(config.grace))
-        self.stop.last_words = self._tell_who_has_gone
         self.peers: PeerMonitor | None = None
         self.doing = "joining the other ranks"
         self.run: Run | None = None
@@ -145,11 +144,6 @@ class Rank:
             time.sleep(0.02)
         return self.peers.gone
 
-    def _tell_who_has_gone(self) -> None:
-        """Report which rank has gone, when torchrun ends this one perhaps because of it."""
-        if self._who_has_gone(RuntimeError()) and self.stop.speak_first():
-            self._say(self._alone())
-
     def _say(self, error: BaseException) -> None:
         gone = self._who_has_gone(error)
         # Any other RuntimeError is, say, a write to the connection of the rank that has gone
@@ -175,47 +169,32 @@ class Rank:
             traceback.print_exception(error)
 
 
-def run_rank(config: TrainConfig, claim: Claim | None = None) -> int:
-    """Run as one rank and return the exit status. The first rank that fails reports the error.
-    `claim`: this process's claim on the output folder, if it has one already.
-    """
-    me = Rank(config)
+def run_rank(config: TrainConfig) -> int:
+    """Run as one rank and return the exit status. The first rank that fails reports the error."""
+    me, claims, given = Rank(config), list[Claim](), config
     try:
         ranks = join(config.device, config.stall_timeout)
         me.watch(ranks)
         restarted = ranks.most(restarts()) > 0
         unlike = ""
-        if CONTROL not in os.environ:
-            given = config
-            config = ranks.on_first(lambda: with_output(given, restarted))
+
+        def settled() -> TrainConfig:
+            named = name_output(given)
+            claims.append(Claim(Path(str(named.output))))  # held until this rank ends
+            return with_output(named, restarted)
+
+        if CONTROL not in os.environ:  # else the command holds the folder
+            config = ranks.on_first(settled)
             unlike = otherwise(given, config, ranks)
-            claim = _claimed(config, ranks, claim)  # else the command holds it
         code = _run(config, ranks, me, restarted, unlike)
         me.leave()
         leave()
-        if claim is not None:
+        for claim in claims:
             claim.release()
         return code
     except Exception as error:
         me.fail(error)
         raise
-
-
-def _claimed(config: TrainConfig, ranks: Ranks, claim: Claim | None) -> Claim | None:
-    """Return the first rank's claim on the output folder, held until the rank ends; None on other
-    ranks. Collective.
-    """
-    assert config.output is not None
-    held, folder = [claim], Path(config.output)
-
-    def take() -> None:
-        if claim is None or claim.folder != folder:
-            if claim is not None:
-                claim.undo()
-            held[0] = Claim(folder)
-
-    ranks.on_first(take)
-    return held[0]
 
 
 def otherwise(given: TrainConfig, taken: TrainConfig, ranks: Ranks) -> str:
