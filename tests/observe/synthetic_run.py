@@ -169,6 +169,7 @@ def write_run(folder: Path, ranks: int = RANKS) -> Path:
         "global batch": 32,
         "sequence": 256,
         "backend": "gloo",
+        "recipe": Recipe.zero(3).describe(),
     }
     for rank in range(ranks):
         step = recorded(rank)
@@ -177,7 +178,6 @@ def write_run(folder: Path, ranks: int = RANKS) -> Path:
             rank,
             ranks,
             account(step),
-            recipe=Recipe.zero(3),
             plan=planned(),
             step=step,
             facts=facts,

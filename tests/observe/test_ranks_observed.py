@@ -35,7 +35,8 @@ def rank_of_a_run(folder: str) -> None:
         assert move.exposed <= move.landed - move.launched + 1e-6
     account = measured(model, optimizer, seen)
     rank, world = engine.rank, engine.world_size
-    write_observed(folder, rank, world, account, recipe=engine.recipe, step=seen)
+    facts = {"recipe": engine.recipe.describe()}
+    write_observed(folder, rank, world, account, facts=facts, step=seen)
     seen.write_chrome(Path(folder) / f"trace-{rank}.json")
 
 

@@ -19,7 +19,6 @@ from synthetic_run import (
 from onefold.observe.report import sections, write_report
 from onefold.observe.runfile import RunFileError, read_metrics, write_observed
 from onefold.plan.schema import Account
-from onefold.recipe import Recipe
 
 pytest.importorskip("plotly", reason="plotly is not installed")
 OF = "rank 0, which held most"
@@ -101,9 +100,8 @@ def test_names_of_a_run_are_text_on_the_page_and_never_markup(tmp_path: Path) ->
     evil = "</script><script>alert(1)</script><b>"
     step = recorded()
     step.moves = [replace(m, unit=evil) for m in step.moves]
-    write_observed(
-        tmp_path, 0, 4, account(step), step=step, facts={evil: evil}, recipe=Recipe.zero(3)
-    )
+    facts = {evil: evil, "recipe": evil}
+    write_observed(tmp_path, 0, 4, account(step), step=step, facts=facts)
     path = write_report(tmp_path)
     assert "b" not in outline(path).tags
     assert "<script>alert" not in path.read_text(encoding="utf-8")

@@ -19,7 +19,7 @@ from onefold.recipe import Recipe
 
 def test_a_run_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     run = read_observed(write_run(tmp_path))
-    assert run.world_size == 4 and run.recipe == Recipe.zero(3).describe()
+    assert run.world_size == 4 and run.facts["recipe"] == Recipe.zero(3).describe()
     assert run.plan == planned()
     assert run.facts["model"] == "SmolLM2-135M"
     for seen in run.ranks:

@@ -1,7 +1,7 @@
 """The report: one self-contained HTML page of a run, which opens offline.
 
     metrics.jsonl            ─► loss, throughput
-    observed.json            ─► the recipe, the plan
+    observed.json            ─► the plan, the recipe
     observed-rank*.json      ─► memory and timeline of a step, traffic, predicted against measured, the ranks' steps
 
 What the run did not leave has no section.
@@ -72,7 +72,7 @@ def sections(folder: Path) -> dict[str, Any]:
     """
     rows = read_metrics(folder)
     run = read_observed(folder) if (folder / RUN_FILE).exists() else Observed(1)
-    found: dict[str, Any] = {}
+    found, recipe = dict[str, Any](), run.facts.pop("recipe", "")
     if run.facts or run.ranks:
         facts = {**run.facts, "ranks in this report": f"{len(run.ranks)} of {run.world_size}"}
         found["Run"] = [{"what": name.replace("_", " "), "is": str(facts[name])} for name in facts]
@@ -95,7 +95,7 @@ def sections(folder: Path) -> dict[str, Any]:
         if rank.measured.seconds.get("step")
     }
     found["Parts of each rank's step"] = _bars(times, "ms")
-    found["Recipe"] = run.recipe
+    found["Recipe"] = recipe
     found = {title: section for title, section in found.items() if section}
     if not found:
         raise RunFileError(

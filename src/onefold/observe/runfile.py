@@ -1,7 +1,7 @@
 """The files that a run writes into its output folder for the report.
 
     metrics.jsonl          by rank 0: the figures of each step
-    observed.json          by rank 0: the recipe, the plan, facts about the run
+    observed.json          by rank 0: the plan, facts about the run
     observed-rank0.json    by every rank: its measurements, and one recorded step
     observed-rank1.json    ...
 
@@ -20,7 +20,6 @@ from typing import Any, TypeVar
 from onefold.observe.trace import Recording
 from onefold.plan.schema import Account
 from onefold.reading import parse_json, read_bytes
-from onefold.recipe import Recipe
 
 METRICS = "metrics.jsonl"
 RUN_FILE = "observed.json"
@@ -48,12 +47,11 @@ class Observed:
     Attributes:
         world_size: number of ranks of the run. ranks: the ranks that have written their file, in
             order.
-        recipe: its description. facts: other values to show (model, data, batch ...), {label: value}.
+        facts: values to show (model, data, batch, recipe, ...), {label: value}.
         plan: the plan's prediction before the run, or None.
     """
 
     world_size: int
-    recipe: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
     plan: Account | None = None
     ranks: tuple[RankObserved, ...] = ()
@@ -65,7 +63,6 @@ def write_observed(
     world_size: int,
     measured: Account,
     *,
-    recipe: Recipe | None = None,
     plan: Account | None = None,
     step: Recording | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -75,14 +72,13 @@ def write_observed(
 
     Args:
         measured: the result of `measured`. step: a window from `record` of at least one step.
-        recipe, plan, facts: of the run; only rank 0's are written. `facts` maps labels to strings
-            or numbers.
+        plan, facts: of the run; only rank 0's are written. `facts` maps labels to strings or
+            numbers; "recipe" is the recipe's `describe()`.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     if rank == 0:
-        told = recipe.describe() if recipe is not None else ""
-        _write(folder / RUN_FILE, Observed(world_size, told, dict(facts or {}), plan))
+        _write(folder / RUN_FILE, Observed(world_size, dict(facts or {}), plan))
     return _write(folder / RANK_FILE.format(rank), RankObserved(rank, measured, step))
 
 

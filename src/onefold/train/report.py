@@ -328,11 +328,8 @@ def observe(run: Run, folder: Path, rows: list[Row]) -> None:
     seconds = {**measured.seconds, "step": (median("step_ms") or 0.0) / 1000}
     rate = median("tokens_per_s") or 0.0
     account = replace(measured, seconds=seconds, tokens_per_s=rate, mfu=median("mfu"))
-    shown = {
-        name: value for name, value in describe(run).items() if name not in ("recipe", "borders")
-    }
-    facts = {k: v for k, v in shown.items() if isinstance(v, str | int | float) and v != ""}
+    facts = {k: v for k, v in describe(run).items() if isinstance(v, str | int | float) and v != ""}
     write_observed(
         folder, run.ranks.rank, run.ranks.world_size, account,
-        recipe=run.recipe, plan=run.choice.predicted, step=run.recording, facts=facts,
+        plan=run.choice.predicted, step=run.recording, facts=facts,
     )  # fmt: skip
