@@ -241,17 +241,10 @@ class TrainConfig(_RecipeOptions):
     @model_validator(mode="after")
     def _options_agree(self) -> TrainConfig:
         """Refuse options that cannot be given together."""
-        defaults = {name: field.default for name, field in type(self).model_fields.items()}
-        changed = [
-            name for name in ("lora_targets", "lora_alpha") if getattr(self, name) != defaults[name]
-        ]
+        adapters = self.lora_targets != "all-linear" or self.lora_alpha is not None
         # Without offload, `check_recipe` refuses step_in_backward itself
         in_backward = self.step_in_backward and self.offload_optimizer is not None
-        looking = {
-            f"--clip {self.clip:g} looks at: use --clip 0": self.clip > 0,
-            "--precision fp16 looks at: use --precision bf16": self.precision == "fp16",
-            "--on-nonfinite skip looks at: use --on-nonfinite stop": self.on_nonfinite == "skip",
-        }
+        looks = self.clip > 0 or self.precision == "fp16" or self.on_nonfinite == "skip"
         wrong = {
             "resume goes on with an earlier run and overwrite replaces it; give one of them":
                 self.resume != "none" and self.overwrite,
@@ -259,16 +252,14 @@ class TrainConfig(_RecipeOptions):
                 self.resume == "auto" and self.output is None,
             "both steps and epochs are given; they say the same thing, so give one":
                 self.steps is not None and self.epochs is not None,
-            f"--{' --'.join(changed)} is about adapters, and there are none: add --lora 16, or leave it out".replace("_", "-"):
-                self.lora is None and changed,
+            "--lora-targets and --lora-alpha are about adapters, and there are none: add --lora 16, or leave them out":
+                self.lora is None and adapters,
             f"{self.axes} beside --lora {self.lora}: adapters need whole layers; leave one of the two out":
                 self.axes and self.lora is not None,
             f"{self.axes} beside --compile: torch's compiler fails on redistributed inputs; leave one of the two out":
                 self.axes and self.compile,
-            **{
-                f"--step-in-backward steps units before all gradients are known, which {what}": in_backward and looks
-                for what, looks in looking.items()
-            },
+            "--step-in-backward steps units before all gradients are known: add --clip 0, and leave out --on-nonfinite skip and --precision fp16":
+                in_backward and looks,
         }  # fmt: skip
         for text, holds in wrong.items():
             if holds:
