@@ -120,16 +120,16 @@ def _run(config: TrainConfig, nproc: int, why: str) -> int:
                 with local_ranks(nproc, of_this, *rank, logs=control, printed=True) as ranks:
                     signals.ranks = ranks
                     failed = ranks.wait(period=0.1).failures
+                if failed and not (control / FAILED).exists():
+                    number, first = next(iter(failed.items()))
+                    hint = "; try a higher --stage, a smaller --micro-batch or --seq"
+                    hint *= first.exitcode == -signal.SIGKILL
+                    _say(f"error: {how_it_ended(number, first.exitcode)}{hint}.")
                 if not failed or signals.arrived or (control / FINAL).exists():
                     break
         finally:
             signals.stop()
             put_in_order.remove(clean)
-        if failed and not (control / FAILED).exists():
-            rank, first = next(iter(failed.items()))
-            hint = "; try a higher --stage, a smaller --micro-batch or --seq"
-            hint *= first.exitcode == -signal.SIGKILL
-            _say(f"error: {how_it_ended(rank, first.exitcode)}{hint}.")
         return 128 + signals.by_hand if signals.by_hand else int(bool(failed))
 
 
