@@ -16,7 +16,6 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -66,11 +65,17 @@ def launch(config: TrainConfig) -> int:
     Returns the exit status: 0, 1 for a failure, 130 after Ctrl-C.
     Raises TrainError if the run cannot start; then no rank was started and no file is left.
     """
-    with _claimed(config) as named:
+    named = name_output(config)
+    claim = Claim(Path(str(named.output)), new=config.output is None)
+    put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
+    try:
         named = with_output(named)
         nproc, why = ranks_to_start(config)
         check_batch(named, nproc)
         return _run(_downloaded(named), nproc, why)
+    finally:
+        put_in_order.remove(claim.undo)
+        claim.undo()
 
 
 def _downloaded(config: TrainConfig) -> TrainConfig:
@@ -80,22 +85,6 @@ def _downloaded(config: TrainConfig) -> TrainConfig:
     out = sys.stderr if config.json_lines else sys.stdout
     fetch(config.model, lambda line: print(line, file=out, flush=True))
     return with_precision(config)
-
-
-@contextlib.contextmanager
-def _claimed(config: TrainConfig) -> Iterator[TrainConfig]:
-    """Hold the output folder for this run alone, inside the context.
-    Yields `config` with the folder named. On exit, removes a folder that was made for this run and is
-    still empty.
-    """
-    named = name_output(config)
-    claim = Claim(Path(str(named.output)), new=config.output is None)
-    put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
-    try:
-        yield named
-    finally:
-        put_in_order.remove(claim.undo)
-        claim.undo()
 
 
 def _run(config: TrainConfig, nproc: int, why: str) -> int:
