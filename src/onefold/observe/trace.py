@@ -61,8 +61,7 @@ class Recording:
     """What `record` recorded on one rank.
 
     Attributes:
-        start, end: times of the window. steps: optimizer steps in it, or synchronized backward
-            passes if no optimizer was given.
+        start, end: times of the window. steps: optimizer steps in it.
         moves: in the order in which they began. updates: when the optimizer stepped, (start, end).
         tiers: the memory of the device, and of the offload tiers that held anything ("host", "nvme").
         exposed: seconds that this rank waited for other ranks, including small control messages.
@@ -142,11 +141,7 @@ def covered(spans: Iterable[tuple[float, float]]) -> float:
 
 @contextlib.contextmanager
 def record(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    activations: bool = False,
-    vocabulary: int | None = None,
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, activations: bool = False
 ) -> Iterator[Recording]:
     """Record the steps inside the `with` block. The `Recording` is complete when the block ends.
     Local, no synchronization.
@@ -154,7 +149,7 @@ def record(
     Args:
         model: what `onefold.shard` returned.
         optimizer: adds its moments to the memory, and when it stepped.
-        activations: also record what autograd keeps; see `Activations`, which takes `vocabulary`.
+        activations: also record what autograd keeps; see `Activations`.
 
     Raises:
         ValueError: the model was not sharded.
@@ -168,14 +163,13 @@ def record(
     rings: list[deque[Any]] = [traffic.events, moved.events]
     rings += [ledger.timeline for ledger in ledgers.values()]
     with contextlib.ExitStack() as stack:
-        saved = stack.enter_context(Activations(model, vocabulary)) if activations else None
-        if optimizer is not None:
-            _watch_steps(optimizer, engine, seen, stack)
+        saved = stack.enter_context(Activations(model)) if activations else None
+        _watch_steps(optimizer, engine, seen, stack)
         for tier, ledger in ledgers.items():
             seen.tiers.setdefault(tier, Held()).held |= ledger.now()
         for ring in rings:
             ring.clear()
-        before, exposed, waited = engine.step_count, traffic.exposed, moved.exposed
+        exposed, waited = traffic.exposed, moved.exposed
         _keep_events(engine, True)
         seen.start = time.perf_counter()
         try:
@@ -186,7 +180,6 @@ def record(
             seen.end = time.perf_counter()
             _keep_events(engine, False)
             seen.exposed, seen.io = traffic.exposed - exposed, moved.exposed - waited
-            seen.steps = engine.step_count - before if optimizer is None else seen.steps
             _collect(engine, seen, saved)
 
 
@@ -247,7 +240,7 @@ def _watch_steps(
 
 
 def measured(
-    model: nn.Module, optimizer: torch.optim.Optimizer | None, recording: Recording
+    model: nn.Module, optimizer: torch.optim.Optimizer, recording: Recording
 ) -> Account:
     """Return the account of this rank. Call it between steps. Local, no synchronization.
 
@@ -267,7 +260,7 @@ def measured(
             "the recording holds no whole step: run at least one step, the optimizer's included,"
             " inside record()."
         )
-    moments = moments_by_tier(optimizer, engine) if optimizer is not None else {}
+    moments = moments_by_tier(optimizer, engine)
     figures = memory_figures(engine.device)
     unused = figures.reserved_peak - figures.allocated_peak if figures is not None else 0
     offloaded = {tier: recording.peak(tier=tier) for tier in (HOST, NVME)}
