@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from onefold.train.config import TrainConfig, read_config_file, resolve
-from onefold.train.output import with_output, write_config
+from onefold.train.output import check_output, name_output, write_config
 from onefold.wording import TrainError
 
 
@@ -89,11 +89,9 @@ def test_the_saved_configuration_reads_back_as_the_same_run(tmp_path: Path) -> N
 def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(TrainError, match="holds an earlier run"):
-        with_output(resolve({"output": str(tmp_path)}))
-    assert with_output(resolve({"output": str(tmp_path), "overwrite": True})).output == str(
-        tmp_path
-    )
-    fresh = with_output(resolve({"model": "llama:tiny"})).output
+        check_output(resolve({"output": str(tmp_path)}))
+    check_output(resolve({"output": str(tmp_path), "overwrite": True}))
+    fresh = name_output(resolve({"model": "llama:tiny"})).output
     assert fresh is not None and fresh.startswith("runs/llama-tiny-")
 
 

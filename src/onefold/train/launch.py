@@ -37,7 +37,7 @@ from onefold.processes.signals import (
 )
 from onefold.train.config import TrainConfig, with_precision
 from onefold.train.early import check_batch
-from onefold.train.output import name_output, with_output
+from onefold.train.output import check_output, name_output
 from onefold.wording import TrainError
 
 
@@ -69,7 +69,7 @@ def launch(config: TrainConfig) -> int:
     claim = Claim(Path(str(named.output)), new=config.output is None)
     put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
     try:
-        named = with_output(named)
+        check_output(named)
         nproc, why = ranks_to_start(config)
         check_batch(named, nproc)
         return _run(_downloaded(named), nproc, why)

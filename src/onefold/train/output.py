@@ -47,39 +47,28 @@ def name_output(config: TrainConfig) -> TrainConfig:
     raise AssertionError
 
 
-def with_output(config: TrainConfig, restarted: bool = False) -> TrainConfig:
-    """Decide the output folder and return `config` with it.
-    With --overwrite, remove the checkpoints of the run that is replaced.
-    `restarted`: the same run starts again.
-    Raises TrainError if the folder holds an earlier run, or is a file.
+def check_output(config: TrainConfig) -> None:
+    """Raise TrainError if the folder holds an earlier run that is not gone on with. With --overwrite,
+    remove that run's checkpoints. Call it with a claim on the folder, and not after a restart.
     """
-    if config.output is None:
-        return name_output(config)
-    folder = Path(config.output)
-    if folder.exists() and not folder.is_dir():
-        raise TrainError(f"--output {folder} is a file; name a folder.")
-    if restarted:
-        return config
+    folder = Path(str(config.output))
     # Not `onefold.checkpoint.newest_first`, which needs torch
-    kept = sorted(file.parent for file in folder.glob("checkpoints/[!.]*/manifest.json"))
+    kept = [file.parent for file in folder.glob("checkpoints/[!.]*/manifest.json")]
     if config.overwrite:
         for path in kept:
             shutil.rmtree(path)
-        return config
+        return
     earlier = [name for name in ("model", METRICS) if os.path.exists(folder / name)]
-    if config.resume == "auto" and (kept or "model" not in earlier):
-        return config  # a run that ended before its first checkpoint starts again from step 0
-    own = [path.resolve() for path in (folder, folder / "checkpoints", *kept[-1:])]
-    if config.resume != "none" and kept and Path(config.resume).resolve() in own:
-        return config
+    # A run that ended before its first checkpoint starts again from step 0
+    again = config.resume == "auto" and "model" not in earlier
+    if again or (config.resume != "none" and kept):
+        return  # which checkpoint may be gone on with is judged by `checkpoints.find`
     earlier += ["checkpoints"] * bool(kept)
     if earlier:
-        more = ", go on with it (--resume auto)" if kept and config.resume == "none" else ""
         raise TrainError(
             f"--output {folder} holds an earlier run ({', '.join(earlier)}); name another"
-            f" folder{more}, or add --overwrite."
+            " folder, go on with it (--resume auto), or add --overwrite."
         )
-    return config
 
 
 def write_config(config: TrainConfig, folder: Path, chosen: dict[str, Any]) -> None:

@@ -42,7 +42,7 @@ from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper, changed, restarts
 from onefold.train.config import TrainConfig
 from onefold.train.loop import train
-from onefold.train.output import METRICS, name_output, with_output, write_config
+from onefold.train.output import METRICS, check_output, name_output, write_config
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import (
     Console,
@@ -181,7 +181,9 @@ def run_rank(config: TrainConfig) -> int:
         def settled() -> TrainConfig:
             named = name_output(given)
             claims.append(Claim(Path(str(named.output))))  # held until this rank ends
-            return with_output(named, restarted)
+            if not restarted:
+                check_output(named)
+            return named
 
         if CONTROL not in os.environ:  # else the command holds the folder
             config = ranks.on_first(settled)
