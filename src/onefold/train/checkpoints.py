@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onefold
-from onefold.checkpoint.background import Background, running
+from onefold.checkpoint.background import running
 from onefold.checkpoint.checkpointer import Checkpointer
 from onefold.checkpoint.errors import DamagedCheckpoint
 from onefold.checkpoint.folder import OF_RUN, newest_first
@@ -240,15 +240,16 @@ class Keeper:
     """Writes the checkpoints of a run.
 
     Attributes:
-        saved: the step of the last checkpoint, None before the first. path: its folder.
+        saved: the step of the last checkpoint, None before the first. path: its folder, once it is
+            complete.
     """
 
     def __init__(self, run: Run, folder: Path, say: Reporter) -> None:
         self.run, self.root, self.say = run, folder / CHECKPOINTS, say
         self.saved: int | None = run.start or None
-        self.path: Path | None = None
+        self.path: str | None = None
         self._checkpointer: Checkpointer | None = None
-        self._saving: Background | None = None
+        self._under_way: dict[str, Any] | None = None  # what is told of it once it is complete
         if run.config.save_every or run.config.resume != "none":
             self._open()
 
@@ -256,7 +257,7 @@ class Keeper:
         """Save if a checkpoint is due after `step` steps. Collective.
         Raises CheckpointError if this save failed, or one that was under way.
         """
-        self.look()
+        self._look()
         if self.saves(step, stopping, over):
             self._save(step)
         if stopping or over:
@@ -268,18 +269,14 @@ class Keeper:
         due = bool(every) and (over or step % (every or 1) == 0)
         return (due or bool(stopping)) and self.saved != step
 
-    def look(self) -> None:
-        """Take note of a save that has ended. Raises CheckpointError if it failed."""
-        if self._saving is not None and self._saving.done:
-            self.wait()
-
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises CheckpointError if it failed."""
-        saving, self._saving = self._saving, None
+        told, self._under_way = self._under_way, None
         if self._checkpointer is not None:
             self._checkpointer.wait()
-        if saving is not None:
-            self._saved(saving.path, saving.seconds or saving.stall_s, saving.stall_s)
+        if told is not None:
+            self.path, seconds = told["path"], time.perf_counter() - told.pop("begun")
+            self.say.say("checkpoint", **told, seconds=seconds)
 
     def close(self) -> None:
         """Close the checkpointer. Collective."""
@@ -297,6 +294,7 @@ class Keeper:
 
     def _save(self, step: int) -> None:
         run, begun, checkpointer = self.run, time.perf_counter(), self._open()
+        self.wait()  # as the save would
         path = checkpointer.save(
             step,
             optimizer=run.optimizer,
@@ -306,14 +304,11 @@ class Keeper:
             tokenizer=run.loaded.tokenizer,
             frozen=base_of(run) is None,
         )
-        assert path is not None  # a save waits for the previous one, so none is dropped
-        self.saved = step
-        self._saving = running(onefold.engine_of(run.model))
-        if self._saving is None:
-            self.wait()  # the save is over; this raises if it failed
-            seconds = time.perf_counter() - begun
-            self._saved(path, seconds, seconds)
+        self.saved, stall = step, time.perf_counter() - begun
+        self._under_way = {"step": step, "path": str(path), "stall_s": stall, "begun": begun}
+        self._look()
 
-    def _saved(self, path: Path, seconds: float, stall: float) -> None:
-        self.path = path
-        self.say.say("checkpoint", step=self.saved, path=str(path), seconds=seconds, stall_s=stall)
+    def _look(self) -> None:
+        """Tell of a save that has ended. Raises CheckpointError if it failed."""
+        if self._under_way is not None and running(onefold.engine_of(self.run.model)) is None:
+            self.wait()

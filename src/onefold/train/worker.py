@@ -270,7 +270,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: s
             last_loss=losses[-1] if losses else None,
             memory_peak=int(ranks.most(rows[-1]["memory_peak"] if rows else 0)),
             model_kind=kind, model=str(folder / "model") if kind is not None else None,
-            checkpoint=str(keeper.path) if keeper.path is not None else None, metrics=str(folder / METRICS),
+            checkpoint=keeper.path, metrics=str(folder / METRICS),
         )  # fmt: skip
         keeper.close()
         return _exit_code(run, me)
