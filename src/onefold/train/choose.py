@@ -184,17 +184,8 @@ def _chosen(
     ]
     peak = f"its peak takes {readable(chosen.needed)} of {readable(chosen.usable)} a rank may use"
     peak += f", with {' and '.join(beside)}" if beside else ""
-    why = "the lowest that fits"
-    if not chosen.fits:
-        why = "which may run out of memory"
-    elif asked.stage != "auto":
-        why = "as asked"
-    elif asked.ranks == 1 and stage == 0:
-        why = "with one rank there is nothing to divide"
-    elif len(asked.stages()) == 1:
-        why = "the only one with these options"
-    elif stage - 1 in shown and stage > 1:
-        peak += f", stage {stage - 1} would take {readable(shown[stage - 1].needed)}"
+    why = "the lowest that fits" if asked.stage == "auto" else "as asked"
+    why = why if chosen.fits else "which may run out of memory"
     degrees = chosen.scheme.degrees
     on = "" if degrees.data_only else f" on {degrees}"
     return Choice(

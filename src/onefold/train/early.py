@@ -25,11 +25,9 @@ def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) ->
     """
     share, rest = divmod(global_batch, world_size)
     if rest:
-        counts = ", ".join(str(n) for n in range(1, 2 * world_size) if global_batch % n == 0)
         raise TrainError(
             f"the run goes on with its global batch of {global_batch} sequences, which {world_size}"
-            f" ranks cannot share equally. It can go on with {counts} ranks; a global batch that"
-            " every number of ranks divides (such as 24) is safest."
+            " ranks cannot share equally: start a number of ranks that divides it."
         )
     return max(size for size in range(1, min(wanted, share) + 1) if share % size == 0)
 
