@@ -13,7 +13,7 @@ from torch import nn
 
 from onefold.memory import MOMENTS
 from onefold.plan import api
-from onefold.train.choose import Asked, choose
+from onefold.train.choose import choose
 from zoo import TinyGPT
 
 
@@ -30,7 +30,7 @@ class Language(nn.Module):
         return self.inner(input_ids)
 
 
-def asked(tiers: dict[str, Any] | None = None, **changes: Any) -> Asked:
+def asked(tiers: dict[str, Any] | None = None, **changes: Any) -> choices.Asked:
     return choices.asked(
         **{"micro_batch": 1, "seq": 16, "ranks": 2, "local_ranks": 2, **changes, **(tiers or {})}
     )
@@ -42,7 +42,7 @@ ON_DISK = {"offload_optimizer": "nvme", "nvme": ["/nvme"]}
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parameters_off_the_device_mean_stage_3_however_many_ranks(ranks: int) -> None:
-    chosen = choose(Language(2), asked(ranks=ranks, local_ranks=ranks, tiers=EVERYTHING))
+    chosen = choose(Language(2), *asked(ranks=ranks, local_ranks=ranks, tiers=EVERYTHING))
     assert chosen.stage == 3 and set(chosen.needed) == {3}
     assert (
         chosen.predicted is not None
@@ -53,13 +53,13 @@ def test_parameters_off_the_device_mean_stage_3_however_many_ranks(ranks: int) -
 
 def test_what_fits_at_no_stage_fits_with_its_states_on_nvme() -> None:
     whole, away_ = (
-        choose(Language(), asked()).needed,
-        choose(Language(), asked(tiers=ON_DISK)).needed,
+        choose(Language(), *asked()).needed,
+        choose(Language(), *asked(tiers=ON_DISK)).needed,
     )
     assert away_[3] < whole[3], (whole, away_)
     tight = int((whole[3] + away_[3]) / 2 / api.USABLE)
-    assert "may run out of memory" in choose(Language(), asked(free=tight)).reason
-    chosen = choose(Language(), asked(free=tight, tiers=ON_DISK))
+    assert "may run out of memory" in choose(Language(), *asked(free=tight)).reason
+    chosen = choose(Language(), *asked(free=tight, tiers=ON_DISK))
     assert "may run out" not in chosen.reason and chosen.predicted is not None
     assert (
         chosen.predicted.rest.get(MOMENTS, 0) == 0

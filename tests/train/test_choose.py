@@ -31,18 +31,18 @@ class Language(nn.Module):
 
 def test_whole_gradients_of_accumulation_move_the_choice_from_stage_1_to_2() -> None:
     several = {"global_batch": 2 * 4 * 4}
-    peaks = choose(Language(), asked(**several)).needed
+    peaks = choose(Language(), *asked(**several)).needed
     assert peaks[1] > peaks[2]
     assert (
-        choose(Language(), asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))).stage
+        choose(Language(), *asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))).stage
         == 2
     )
 
 
 def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:
-    chosen = choose(Language(), asked(free=MIB))
+    chosen = choose(Language(), *asked(free=MIB))
     assert chosen.stage == 3 and "may run out of memory" in chosen.reason
-    assert choose(Language(), asked(stage="1", free=MIB)).stage == 1
+    assert choose(Language(), *asked(stage="1", free=MIB)).stage == 1
 
 
 # -- onefold.plan.recipe_for -----------------------------------------------------------------------
@@ -67,7 +67,7 @@ def recipe_here(free: tuple[int, int], seq: int) -> int | None:
 
 
 def test_two_ranks_agree_on_what_fits_the_one_that_has_least() -> None:
-    peaks = choose(Language(), asked(ranks=2, local_ranks=2, micro_batch=1, seq=16)).needed
+    peaks = choose(Language(), *asked(ranks=2, local_ranks=2, micro_batch=1, seq=16)).needed
     tight = int((peaks[2] + peaks[3]) / 2 / api.USABLE)
     assert run_ranks(2, recipe_here, (ROOMY, ROOMY), 16) == [1, 1]
     assert run_ranks(2, recipe_here, (ROOMY, tight), 16) == [3, 3]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from onefold.plan.api import USABLE
-from onefold.train.choose import Asked, choose
+from onefold.train.choose import choose
 from onefold.train.prepare import (
     hidden_matrices,
     lr_factor,
@@ -108,19 +108,19 @@ class Language(nn.Module):
         return {"loss": nn.functional.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
 
 
-def asked(**changes: Any) -> Asked:
+def asked(**changes: Any) -> choices.Asked:
     return choices.asked(**{"micro_batch": 1, "seq": 8, "free": GIB, **changes})
 
 
 def test_auto_takes_the_largest_micro_batch_that_divides_and_fits() -> None:
     model = Language()
-    roomy = choose(model, asked(micro_batch=0, global_batch=48, seq=64))
+    roomy = choose(model, *asked(micro_batch="auto", global_batch=48, seq=64))
     assert roomy.micro_batch == 12  # 48 over 4 ranks
-    four = choose(model, asked(micro_batch=4, global_batch=48, seq=64)).needed[1]
+    four = choose(model, *asked(micro_batch=4, global_batch=48, seq=64)).needed[1]
     tight = choose(
         model,
-        asked(micro_batch=0, global_batch=48, seq=64, stage="1", free=int(four / USABLE) + 4096),
+        *asked(micro_batch="auto", global_batch=48, seq=64, stage="1", free=int(four / USABLE) + 4096),
     )
     assert tight.micro_batch == 4, tight
     with pytest.raises(TrainError, match="does not divide"):
-        choose(model, asked(micro_batch=5, global_batch=48))
+        choose(model, *asked(micro_batch=5, global_batch=48))

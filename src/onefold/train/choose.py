@@ -20,11 +20,12 @@ from torch import nn
 
 from onefold.memory import free_host_memory
 from onefold.plan.account import Candidate
-from onefold.plan.api import Plan, machine_here, planned
-from onefold.plan.job import Job
+from onefold.plan.api import machine_here, planned
 from onefold.plan.schema import Account
-from onefold.recipe.core import NODES, OPTIONS, TIERS
+from onefold.processes.ranks import Ranks
+from onefold.recipe.core import NODES, TIERS
 from onefold.recipe.optimizers import PLANNED, WHOLE
+from onefold.train.config import TrainConfig
 from onefold.wording import TrainError, readable
 
 
@@ -60,90 +61,66 @@ class Choice:
         return here.account if here is not None and here.scheme.degrees.data_only else None
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What the configuration asks for and the machine has.
-
-    Attributes:
-        stage: "auto" or a number.
-        job: what is trained, with all arguments of `Recipe.zero` except the stage.
-        ranks, local_ranks: in all, and on this machine. free: bytes on the rank that has the least.
-        device: the device's type.
-        tp, ep: tensor-parallel ranks; data-parallel ranks with different experts.
+def possible_stages(config: TrainConfig, ranks: int) -> list[int]:
+    """Return the stages to choose from, the lowest first. One rank gets stage 0, or stage 3 if the
+    options need it; several ranks get 1 to 3. Raises ValueError: no stage has these options.
     """
-
-    stage: str
-    job: Job
-    ranks: int
-    local_ranks: int
-    free: int
-    device: str
-    tp: int = 1
-    ep: int = 1
-
-    def says(self, *panels: str) -> bool:
-        """Whether an option of these panels is given. Not every stage supports those options."""
-        return any(OPTIONS[name].panel in panels for name, _ in self.job.options)
-
-    def stages(self) -> list[int]:
-        """Return the stages to choose from, the lowest first.
-        One rank gets stage 0, or stage 3 if the options need it; several ranks get 1 to 3.
-        """
-        if self.stage != "auto":
-            return [int(self.stage)]
-        possible, last = [], None
-        for stage in (0, 3) if self.ranks == 1 else (1, 2, 3):
-            try:
-                self.job.recipe(stage)
-            except ValueError as error:
-                last = error
-            else:
-                possible.append(stage)
-        if not possible:
-            raise TrainError(str(last))
-        return possible[:1] if self.ranks == 1 else possible
+    if config.stage != "auto":
+        return [int(config.stage)]
+    possible, last = [], None
+    for stage in (0, 3) if ranks == 1 else (1, 2, 3):
+        try:
+            config.recipe(stage)
+        except ValueError as error:
+            last = error
+        else:
+            possible.append(stage)
+    if not possible:
+        raise ValueError(str(last))
+    return possible[:1] if ranks == 1 else possible
 
 
-def choose(model: nn.Module, asked: Asked) -> Choice:
-    """Choose the stage that was asked for, or the lowest that fits.
+def choose(model: nn.Module, config: TrainConfig, ranks: Ranks, free: int) -> Choice:
+    """Choose the stage that was asked for, or the lowest that fits. `free`: bytes on the rank that has
+    the least.
     Raises TrainError for a batch that does not divide, units that do not exist, or state that no
     stage can store on the tier that was asked for.
     """
     try:
+        possible = possible_stages(config, ranks.world_size)
         try:
-            return _planned(model, asked)
-        except TrainError:
-            raise
+            return _planned(model, config, ranks, free, possible)
         except Exception as error:
-            mesh = max(asked.tp, asked.ep) > 1
-            if isinstance(error, ValueError) and (mesh or "does not divide" in str(error)):
+            known = config.axes or "does not divide" in str(error)
+            if isinstance(error, ValueError) and known:
                 raise
             # A model's code may fail in any way under a trace, and still train
-            stage, why = asked.stages()[-1], f"{type(error).__name__}: {str(error)[:120]}"
+            why = f"{type(error).__name__}: {str(error)[:120]}"
             reason = (
-                f"stage {stage}, which needs least: the model could not be traced ({why}), so"
+                f"stage {possible[-1]}, which needs least: the model could not be traced ({why}), so"
                 " nothing is known of the others"
             )
-            return Choice(stage, asked.job.micro_batch or 1, reason, {}, asked.free)
+            return Choice(possible[-1], config.job().micro_batch or 1, reason, {}, free)
     except ValueError as error:
         raise TrainError(str(error)) from None
 
 
-def _planned(model: nn.Module, asked: Asked) -> Choice:
-    """Choose by the account of each stage, on a mesh of `tp` and `ep` if there is one. Raises
+def _planned(
+    model: nn.Module, config: TrainConfig, ranks: Ranks, free: int, possible: list[int]
+) -> Choice:
+    """Choose by the account of each stage, on a mesh of --tp and --ep if there is one. Raises
     ValueError: it is not possible for the model.
     """
-    job, possible, notes = asked.job, asked.stages(), list[str]()
-    mesh, more = max(asked.tp, asked.ep) > 1, dict[str, Any]()
+    job, mesh, notes, more = config.job(), bool(config.axes), list[str](), dict[str, Any]()
     if mesh:
-        more = {"axes": {"tp": asked.tp, "ep": asked.ep}, "sequence_parallel": False}
-        count = asked.ranks // asked.tp
+        more = {"axes": {"tp": config.tp, "ep": config.ep}, "sequence_parallel": False}
+        count = ranks.world_size // config.tp
         job = replace(job, global_batch=job.global_batch or job.micro_batch * count)
         if PLANNED[job.optimizer].update == WHOLE:
             counted = PLANNED[job.optimizer].rest or "sgd-momentum"
             notes.append(f"on a mesh states of {job.optimizer} are counted as {counted} has them")
             job = replace(job, optimizer=counted)
-        if asked.says(NODES):
+        if config.arguments(NODES):
             notes.append("on a mesh the plan does not count groups")
 
     def batch(samples: int) -> dict[str, torch.Tensor]:
@@ -153,11 +130,11 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
     beside = free_host_memory(), math.inf  # the disks are looked at before the run itself
     # Measured speeds are not by axis
     machine = machine_here(
-        asked.ranks, asked.local_ranks, asked.free, asked.device, beside, measured=not mesh
+        ranks.world_size, ranks.local_world_size, free, ranks.device.type, beside, not mesh
     )
-    stages = tuple(possible) if mesh or asked.stage != "auto" else ()
+    stages = tuple(possible) if mesh or config.stage != "auto" else ()
     found = planned(model, machine, job, stages=stages, batch=batch, largest=False, **more)
-    everything = mesh or not asked.says(TIERS, NODES)
+    everything = mesh or not config.arguments(TIERS, NODES)
     shown = {c.scheme.stage: c for c in found.stages if everything or c.scheme.stage in possible}
     # A plan of a mesh recommends the fastest
     lowest = next((c for c in found.stages if c.fits), None) if mesh else found.recommended
@@ -168,34 +145,21 @@ def _planned(model: nn.Module, asked: Asked) -> Choice:
             f"the host has no room for the {readable(held)} a rank that are to be stored there: it may"
             " run out of memory"
         )
-    return _chosen(asked, found, chosen, shown, (*notes, *found.notes, *found.assumptions))
-
-
-def _chosen(
-    asked: Asked,
-    plan: Plan,
-    chosen: Candidate,
-    shown: Mapping[int, Candidate],
-    notes: tuple[str, ...],
-) -> Choice:
-    stage, job, machine = chosen.scheme.stage, asked.job, plan.machine
-    beside = [
-        f"{readable(size)} {tier.where}" for tier, size in chosen.account.by_tier.items() if size
-    ]
-    peak = f"its peak takes {readable(chosen.needed)} of {readable(chosen.usable)} a rank may use"
-    peak += f", with {' and '.join(beside)}" if beside else ""
-    why = "the lowest that fits" if asked.stage == "auto" else "as asked"
+    why = "the lowest that fits" if config.stage == "auto" else "as asked"
     why = why if chosen.fits else "which may run out of memory"
-    degrees = chosen.scheme.degrees
-    on = "" if degrees.data_only else f" on {degrees}"
+    peak = f"its peak takes {readable(chosen.needed)} of {readable(chosen.usable)} a rank may use"
+    beyond = chosen.account.by_tier.items()
+    if parts := [f"{readable(size)} {tier.where}" for tier, size in beyond if size]:
+        peak += f", with {' and '.join(parts)}"
+    degrees = f" on {chosen.scheme.degrees}" if mesh else ""
     return Choice(
-        stage,
+        chosen.scheme.stage,
         chosen.scheme.micro_batch,
-        f"stage {stage}{on}, {why}: {peak}",
+        f"stage {chosen.scheme.stage}{degrees}, {why}: {peak}",
         {c.scheme.stage: c.needed for c in (*shown.values(), chosen)},
         chosen.usable,
         chosen,
-        plan.model.flops_per_token(job.seq),
+        found.model.flops_per_token(job.seq),
         machine.peak(job.precision or "fp32") if machine.is_timed else None,
-        notes,
+        (*notes, *found.notes, *found.assumptions),
     )

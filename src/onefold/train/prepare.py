@@ -32,7 +32,7 @@ from onefold.processes.signals import Stop
 from onefold.recipe.optimizers import TRAINED
 from onefold.tracing.blocks import recompute
 from onefold.train import optimizers
-from onefold.train.choose import Asked, Choice, choose
+from onefold.train.choose import Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
 from onefold.train.early import data_ranks, micro_batch_that_divides
 from onefold.wording import TrainError
@@ -212,12 +212,8 @@ def prepare(
     if getattr(model, "config", None) is not None and hasattr(model.config, "use_cache"):
         # The key-value cache is useless in training; `results.sample` turns it on
         model.config.use_cache = False
-    asked = Asked(
-        config.stage, config.job(), ranks.world_size, ranks.local_world_size, int(free),
-        ranks.device.type, config.tp, config.ep,
-    )  # fmt: skip
     note("planning: what each stage would hold")
-    choice = ranks.on_first(lambda: choose(model, asked))
+    choice = ranks.on_first(lambda: choose(model, config, ranks, int(free)))
     global_batch = config.global_batch or choice.micro_batch * part.count
     accumulation = global_batch // (choice.micro_batch * part.count)
     order = data.order(global_batch, config.seed)
