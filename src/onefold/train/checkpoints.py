@@ -16,7 +16,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -217,23 +217,13 @@ def differences(run: Run, point: Point) -> list[str]:
             f" {run.ranks.world_size} at stage {run.choice.stage}"
         )
     before, now = point.extra.get("options", {}), kept_beside(run)["options"]
-    others = changed((name, before[name], now[name]) for name in now if name in before)
-    if others:
-        said.append(f"options that have changed since: {others}")
+    if others := [
+        f"--{name.replace('_', '-')} {before[name]} -> {new}"
+        for name, new in now.items()
+        if before.get(name, new) != new
+    ]:
+        said.append(f"options that have changed since: {', '.join(others)}")
     return said
-
-
-def changed(options: Iterable[tuple[str, Any, Any]]) -> str:
-    """List, as on a command line, the options that differ. `options`: (name, old, new value)."""
-
-    def shown(value: Any) -> str:
-        return "none" if value is None else str(value)
-
-    return ", ".join(
-        f"--{name.replace('_', '-')} {shown(old)} -> {shown(new)}"
-        for name, old, new in options
-        if shown(old) != shown(new)
-    )
 
 
 class Keeper:

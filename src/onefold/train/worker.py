@@ -39,7 +39,7 @@ from onefold.processes.ranks import Ranks, join, leave
 from onefold.processes.signals import AGAIN, CONTROL, INTERRUPTED, Stop, StopSignal
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.train import checkpoints
-from onefold.train.checkpoints import Keeper, changed, restarts
+from onefold.train.checkpoints import Keeper, restarts
 from onefold.train.config import TrainConfig
 from onefold.train.loop import train
 from onefold.train.output import METRICS, check_output, name_output, write_config
@@ -64,7 +64,7 @@ PATIENCE = 5.0
 #: end as well.
 LINGER = 5.0
 #: Options that each machine sets for itself.
-OF_A_MACHINE = ("nproc", "device", "grace", "max_restarts")
+OF_A_MACHINE = {"nproc", "device", "grace", "max_restarts"}
 #: Parts of the messages with which torch and Python report a failed allocation, in lower case.
 _OUT_OF_MEMORY = (
     "out of memory",
@@ -187,7 +187,7 @@ def run_rank(config: TrainConfig) -> int:
 
         if CONTROL not in os.environ:  # else the command holds the folder
             config = ranks.on_first(settled)
-            unlike = otherwise(given, config, ranks)
+            unlike = otherwise(given, ranks)
         code = _run(config, ranks, me, restarted, unlike)
         me.leave()
         leave()
@@ -199,15 +199,13 @@ def run_rank(config: TrainConfig) -> int:
         raise
 
 
-def otherwise(given: TrainConfig, taken: TrainConfig, ranks: Ranks) -> str:
-    """Say which rank was told other options than the first, whose options hold; "" if none was.
+def otherwise(given: TrainConfig, ranks: Ranks) -> str:
+    """Say which ranks were told other options than the first, whose options hold; "" if none was.
     Collective.
     """
-    names = TrainConfig.model_fields.keys() - {*OF_A_MACHINE, "" if given.output else "output"}
-    differ = changed((name, getattr(given, name), getattr(taken, name)) for name in sorted(names))
-    said = [f"{text} (rank {rank})" for rank, text in enumerate(ranks.gather(differ)) if text]
-    start = "not all ranks were told the same options; they follow rank 0: "
-    return start + few(said, 3, "; ") if said else ""
+    first, *others = ranks.gather(given.model_dump(exclude=OF_A_MACHINE))
+    unlike = [str(rank) for rank, told in enumerate(others, 1) if told != first]
+    return f"ranks {few(unlike)} were told other options than rank 0: its own hold" * bool(unlike)
 
 
 def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: str) -> int:
