@@ -216,7 +216,10 @@ def differences(run: Run, point: Point) -> list[str]:
             f"it was saved by {ranks} ranks at stage {stage}, and goes on with"
             f" {run.ranks.world_size} at stage {run.choice.stage}"
         )
-    before, now = point.extra.get("options", {}), kept_beside(run)["options"]
+    before, now = (
+        {name: "none" if value is None else value for name, value in options.items()}
+        for options in (point.extra.get("options", {}), kept_beside(run)["options"])
+    )
     if others := [
         f"--{name.replace('_', '-')} {before[name]} -> {new}"
         for name, new in now.items()
