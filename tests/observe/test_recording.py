@@ -1,28 +1,14 @@
-"""A recorded window: what is in it, what is not, and the trace that other programs read."""
+"""A recorded window: what is in it, what is not, and what a timeline shows of it."""
 
 from __future__ import annotations
-
-import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 from observed_loops import one_step, sharded
 from synthetic_run import recorded, units
 
 import onefold
+from onefold.observe.report import Span, spans_of
 from onefold.observe.trace import record
-
-
-def by_row(trace: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """The trace's spans by the name of their row."""
-    events = trace["traceEvents"]
-    names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    rows: dict[str, list[dict[str, Any]]] = {}
-    for e in events:
-        if e["ph"] == "X" and (e["pid"], e["tid"]) in names:
-            rows.setdefault(names[e["pid"], e["tid"]], []).append(e)
-    return rows
 
 
 def test_a_real_step_is_recorded_unit_by_unit() -> None:
@@ -52,18 +38,19 @@ def test_outside_of_a_window_nothing_is_kept() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 3])
-def test_the_chrome_trace_names_every_gather_and_reduction(tmp_path: Path, rank: int) -> None:
+def test_the_timeline_names_every_gather_and_reduction(rank: int) -> None:
     step = recorded(rank)
-    trace = json.loads(step.write_chrome(tmp_path / "deep" / "trace.json").read_text())
-    rows = by_row(trace)
-    gathers = [e for name, row in rows.items() if name.startswith("gathers") for e in row]
-    reductions = [e for name, row in rows.items() if name.startswith("reductions") for e in row]
-    assert sorted(e["name"] for e in gathers) == sorted(
-        f"all-gather {unit}" for unit in units() for _ in range(2)
-    )
-    assert sorted(e["name"] for e in reductions) == sorted(
-        f"reduce-scatter {unit}" for unit in units()
-    )
-    assert sum(e["args"]["bytes"] for e in gathers + reductions) == sum(step.wire().values())
+    rows: dict[str, list[Span]] = {}
+    for span in spans_of(step):
+        rows.setdefault(span.row, []).append(span)
+    for name, moves in (
+        ("gathers", [f"all-gather {unit}" for unit in units() for _ in range(2)]),
+        ("reductions", [f"reduce-scatter {unit}" for unit in units()]),
+    ):
+        here = [span for row, spans in rows.items() if row.startswith(name) for span in spans]
+        assert sorted(span.name.partition(",")[0] for span in here) == sorted(moves)
+    for spans in rows.values():
+        assert all(a.end <= b.start for a, b in zip(spans, spans[1:], strict=False))
     assert len(rows["optimizer"]) == 1
-    assert sum(e["dur"] for e in rows["waiting"]) == pytest.approx(step.exposed * 1e6)
+    waited = sum(span.end - span.start for span in rows["waiting"])
+    assert waited == pytest.approx(step.exposed)

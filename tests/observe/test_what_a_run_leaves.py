@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from onefold.cli.app import app
 from onefold.observe.report import sections
-from onefold.observe.runfile import read_observed
 
 pytestmark = pytest.mark.slow
 
@@ -81,19 +80,6 @@ def test_tensorboard_has_the_figures_of_every_step(run: Path) -> None:
     for name in ("loss", "wire_bytes"):
         written = {e.step: e.value for e in events.Scalars(name)}
         assert written == pytest.approx({row["step"]: row[name] for row in rows(run)})
-
-
-@pytest.mark.parametrize("rank", range(RANKS))
-def test_the_recorded_step_becomes_a_trace(run: Path, rank: int, tmp_path: Path) -> None:
-    step = read_observed(run).ranks[rank].step
-    assert step is not None
-    events = json.loads(step.write_chrome(tmp_path / "trace.json").read_text())["traceEvents"]
-    ours = [e for e in events if e.get("cat") in ("optimizer", "all-gather", "reduce-scatter")]
-    names = [e["name"] for e in ours]
-    assert names.count("optimizer") == names.count("reduce-scatter model.layers.0") == 1
-    assert names.count("all-gather model.layers.0") == 2 and all(
-        e["args"]["ranks"] == "0-1" for e in ours if e["cat"] == "all-gather"
-    )
 
 
 def test_the_report_of_a_real_run_has_every_section(run: Path) -> None:

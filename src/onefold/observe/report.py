@@ -9,13 +9,13 @@ What the run did not leave has no section.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from onefold.comm import STEP_MOVES
-from onefold.observe.chrome import Span, spans_of
 from onefold.observe.runfile import (
     METRICS,
     RUN_FILE,
@@ -25,10 +25,14 @@ from onefold.observe.runfile import (
     read_observed,
 )
 from onefold.observe.trace import Recording
-from onefold.plan.schema import Account, compare
+from onefold.plan.schema import MOVED, Account, compare
 from onefold.wording import readable
 
 MIB = 1 << 20
+#: The rows on which moves are drawn.
+ROWS = {"all-gather": "gathers", "reduce-scatter": "reductions", "all-reduce": "reductions"}
+ROWS |= dict.fromkeys(MOVED, "to and from host and NVMe")
+OTHER = "other moves"
 #: The parts of a step that do not overlap.
 PARTS = ("compute", "exposed communication", "optimizer")
 
@@ -195,11 +199,46 @@ def _timeline(step: Recording) -> Any:
     for span in sorted(spans_of(step), key=lambda s: s.start - s.end):  # what lies inside is on top
         kinds.setdefault(span.kind, []).append(span)
     for kind, here in kinds.items():
-        sizes = [f", {readable(s.facts['bytes'])}" if "bytes" in s.facts else "" for s in here]
         figure.add_bar(
             orientation="h", y=[s.row for s in here], base=[1000 * (s.start - step.start) for s in here],
             x=[1000 * (s.end - s.start) for s in here], name=kind, opacity=0.7, hoverinfo="text",
             marker_color="crimson" if kind == "exposed" else None,
-            hovertext=[f"{s.name}: {_said(s.end - s.start, 's')}{size}" for s, size in zip(here, sizes, strict=True)],
+            hovertext=[f"{s.name}: {_said(s.end - s.start, 's')}" for s in here],
         )  # fmt: skip
     return figure if kinds else None
+
+
+@dataclass(frozen=True)
+class Span:
+    """A bar on a row of the timeline. `start`, `end`: seconds."""
+
+    row: str
+    name: str
+    kind: str
+    start: float
+    end: float
+
+
+def spans_of(step: Recording) -> Iterator[Span]:
+    """Yield the optimizer's steps, the waits and the moves of a window, row by row."""
+    for start, end in step.updates:
+        yield Span("optimizer", "optimizer", "optimizer", start, end)
+    bars = []
+    for m in step.moves:
+        name, row = f"{m.move} {m.unit}", ROWS.get(m.move, OTHER)
+        about = f"{name}, {readable(m.nbytes)} of {m.dtype}, {m.phase}"
+        bars.append(Span(row, about, m.move, m.launched, m.landed))
+        if m.exposed > 0:
+            since = m.landed - m.exposed
+            bars.append(Span("waiting", f"waits for {name}", "exposed", since, m.landed))
+    for row in ("waiting", *dict.fromkeys(ROWS.values()), OTHER):
+        yield from _beside([bar for bar in bars if bar.row == row])
+
+
+def _beside(spans: list[Span]) -> Iterator[Span]:
+    """Distribute the spans of a row over as few rows as possible, so that none overlap."""
+    ends: list[float] = []
+    for span in sorted(spans, key=lambda span: (span.start, span.end)):
+        lane = next((i for i, end in enumerate(ends) if end <= span.start), len(ends))
+        ends[lane : lane + 1] = [span.end]
+        yield replace(span, row=f"{span.row} {lane + 1}") if lane else span

@@ -2,7 +2,6 @@
 
     with onefold.observe.trace.record(model, optimizer) as seen:
         one_step()
-    seen.write_chrome("trace.json")        # chrome://tracing, https://ui.perfetto.dev
     seen.peak(), seen.exposed, seen.wire()
 
 `measured` makes an account of it, in the schema of the plan. Times are `time.perf_counter` seconds of this
@@ -16,7 +15,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,12 +120,6 @@ class Recording:
         `only`: consider these categories alone.
         """
         return self.tiers.get(tier, Held()).peak(only)
-
-    def write_chrome(self, path: str | Path) -> Path:
-        """Write the window as Chrome trace events."""
-        from onefold.observe.chrome import write
-
-        return write(self, Path(path))
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
