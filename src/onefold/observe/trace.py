@@ -32,13 +32,12 @@ from onefold.runtime.hooks import engine_of
 
 @dataclass(frozen=True)
 class Move:
-    """One move: this rank sent `nbytes` of payload to the ranks of `group`.
+    """One move: this rank sent `nbytes` of payload.
 
     Attributes:
         launched, landed: when it began and ended. exposed: seconds that this rank waited for it,
             ending at `landed`.
         between: the part of `nbytes` that went to other nodes.
-        plain: the bytes that `nbytes` were encoded from; 0 if they were not encoded.
     """
 
     move: str
@@ -49,9 +48,7 @@ class Move:
     launched: float
     landed: float
     exposed: float
-    group: str = ""
     between: int = 0
-    plain: int = 0
 
 
 @dataclass
@@ -189,8 +186,7 @@ def _collect(engine: Engine, seen: Recording, saved: Activations | None) -> None
         unknown = e.launched if e.move in MOVED else seen.end
         landed = unknown if e.landed is None else e.landed
         when = e.launched, landed, e.exposed
-        wire = e.group, e.between, e.plain
-        seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, *when, *wire))
+        seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, *when, e.between))
     seen.moves.sort(key=lambda m: m.launched)
     for tier, ledger in ledgers_of(engine).items():
         held = seen.tiers[tier]
