@@ -34,7 +34,9 @@ def test_whole_gradients_of_accumulation_move_the_choice_from_stage_1_to_2() -> 
     peaks = choose(Language(), *asked(**several)).needed
     assert peaks[1] > peaks[2]
     assert (
-        choose(Language(), *asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))).stage
+        choose(
+            Language(), *asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))
+        ).stage
         == 2
     )
 

@@ -30,9 +30,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def command(
-    place: Path, *arguments: str
-) -> tuple[int, str, str]:
+def command(place: Path, *arguments: str) -> tuple[int, str, str]:
     clean = {
         k: v
         for k, v in os.environ.items()
@@ -106,9 +104,8 @@ def test_a_folder_that_cannot_be_written_or_is_not_free_is_told_in_a_sentence(pl
     assert "a part of the path is a file" in refused(place, *data, "--output", "ok.txt/run")
     assert "/proc/run cannot be written" in refused(place, *data, "--output", "/proc/run")
     written("old/metrics.jsonl", "")(place)
-    assert (
-        "holds an earlier run (metrics.jsonl); name another folder, go on with it"
-        in refused(place, *data, "--output", "old")
+    assert "holds an earlier run (metrics.jsonl); name another folder, go on with it" in refused(
+        place, *data, "--output", "old"
     )
     claim = Claim(place / "run")
     held = f"--output run is in use by process {os.getpid()} on {socket.gethostname()}"

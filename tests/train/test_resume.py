@@ -263,7 +263,5 @@ def test_the_global_batch_stays_and_the_micro_batch_follows_the_ranks() -> None:
         3,
     ]
     assert micro_batch_that_divides(64, 24, 2) == 12
-    with pytest.raises(
-        TrainError, match=r"24 sequences, which 5 ranks cannot share equally"
-    ):
+    with pytest.raises(TrainError, match=r"24 sequences, which 5 ranks cannot share equally"):
         micro_batch_that_divides(4, 24, 5)

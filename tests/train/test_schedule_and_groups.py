@@ -119,7 +119,9 @@ def test_auto_takes_the_largest_micro_batch_that_divides_and_fits() -> None:
     four = choose(model, *asked(micro_batch=4, global_batch=48, seq=64)).needed[1]
     tight = choose(
         model,
-        *asked(micro_batch="auto", global_batch=48, seq=64, stage="1", free=int(four / USABLE) + 4096),
+        *asked(
+            micro_batch="auto", global_batch=48, seq=64, stage="1", free=int(four / USABLE) + 4096
+        ),
     )
     assert tight.micro_batch == 4, tight
     with pytest.raises(TrainError, match="does not divide"):

@@ -48,7 +48,7 @@ NVME = {"nvme": ("/a", "/b")}
         ({"step_in_backward": True}, "offload_optimizer says where they are"),
         (
             {"step_in_backward": True, "offload_optimizer": "cpu"},
-            "before all gradients are known: add --clip 0",
+            "before all gradients are known: use --clip 0",
         ),
         (
             {"step_in_backward": True, "offload_optimizer": "cpu", "clip": 0, "precision": "fp16"},

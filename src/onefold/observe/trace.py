@@ -227,9 +227,7 @@ def _watch_steps(
     stack.callback(optimizer.register_step_post_hook(after).remove)
 
 
-def measured(
-    model: nn.Module, optimizer: torch.optim.Optimizer, recording: Recording
-) -> Account:
+def measured(model: nn.Module, optimizer: torch.optim.Optimizer, recording: Recording) -> Account:
     """Return the account of this rank. Call it between steps. Local, no synchronization.
 
     rest        the ledger of the device now, plus the optimizer's states there

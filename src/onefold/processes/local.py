@@ -1,8 +1,8 @@
 """Start ranks on this machine, for `onefold train` without a launcher and for `onefold doctor`.
 
-    this process ── the store in which the ranks meet, on the loopback interface alone
-      ├── rank 0    a process in a session of its own: a Ctrl-C in the terminal reaches this process
-      └── rank 1    only, which decides what to do (`onefold.processes.signals`)
+this process ── the store in which the ranks meet, on the loopback interface alone
+  ├── rank 0    a process in a session of its own: a Ctrl-C in the terminal reaches this process
+  └── rank 1    only, which decides what to do (`onefold.processes.signals`)
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def local_ranks(
     each = {rank: {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)}
     told = DefaultLogsSpecs(str(logs), Std.NONE if printed else Std.ALL)
     logging.disable(logging.CRITICAL)  # the ranks report errors better than torch does here
-    with patch.dict(os.environ, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT"):  # this process has handlers
+    with patch.dict(
+        os.environ, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT"
+    ):  # this process has handlers
         ranks = start_processes("rank", sys.executable, dict.fromkeys(each, arguments), each, told)
     end = partial(ranks.close, signal.SIGKILL)
     put_in_order.append(end)  # should a signal end this process

@@ -258,7 +258,7 @@ class TrainConfig(_RecipeOptions):
                 self.axes and self.lora is not None,
             f"{self.axes} beside --compile: torch's compiler fails on redistributed inputs; leave one of the two out":
                 self.axes and self.compile,
-            "--step-in-backward steps units before all gradients are known: add --clip 0, and leave out --on-nonfinite skip and --precision fp16":
+            "--step-in-backward steps units before all gradients are known: use --clip 0, without --on-nonfinite skip or --precision fp16":
                 in_backward and looks,
         }  # fmt: skip
         for text, holds in wrong.items():
