@@ -1,15 +1,14 @@
 """Things that are really broken, for the tests of `onefold doctor --check`: by name, what to patch
 before a check runs.
 
-`python -m broken_doctor ...` is a rank in place of `onefold.doctor.checks`, with what BROKEN names
-broken: a name, or "CHECK=NAME,CHECK=NAME".
+`main` is a rank in place of that of `onefold.doctor.checks`, with what BROKEN names broken: a name, or
+"CHECK=NAME,CHECK=NAME".
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -206,7 +205,7 @@ BREAKINGS: dict[str, Callable[[], None]] = {
 ENDS: dict[str, Callable[..., str]] = {"dies": dies, "stands still": stands_still, "raises": raises}
 
 
-def main() -> None:
+def main(*arguments: str) -> None:
     """A rank with what BROKEN names: one of `BREAKINGS`, or checks and their `ENDS`. LIMIT: seconds
     of a check that stands still.
     """
@@ -226,8 +225,4 @@ def main() -> None:
         else check
         for check in checks.CHECKS
     )
-    checks.main(*sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()
+    checks.main(*arguments)

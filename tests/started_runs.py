@@ -115,7 +115,7 @@ def pid_of(temporary: Path, rank: int) -> int:
     for pid, command in processes_of(temporary).items():
         with contextlib.suppress(OSError):
             told = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if "onefold.train.rank" in command and f"RANK={rank}".encode() in told and runs(pid):
+            if "onefold.train.worker" in command and f"RANK={rank}".encode() in told and runs(pid):
                 return pid
     return 0
 

@@ -53,7 +53,7 @@ def measure_machine(found: dict[str, Any], ranks: int, disk: Path, path: Path) -
     busy = min(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
     host: dict[str, Any] = {"memory": found["memory"]["total"], **measure_disk(disk)}
     with tempfile.TemporaryDirectory(prefix="onefold-doctor-", ignore_cleanup_errors=True) as name:
-        asked = "-m", "onefold.doctor.measure", name, found["device"]
+        asked = "onefold.doctor.measure", name, found["device"]
         if failed := launch(ranks, Path(name), *asked):
             hint = " Use fewer --ranks." if "SIGKILL" in failed else ""
             raise CalibrationError(f"the measurement failed: {failed}.{hint}")

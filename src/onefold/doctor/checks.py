@@ -4,7 +4,7 @@ A check is a function of `Here`, called on every rank at once. It raises Asserti
 something is wrong, and returns the sentence to show with "ok". If it cannot run, it raises
 `LeftOut` on all ranks, before its first collective.
 
-    this process ── rank 0      python -m onefold.doctor.checks FOLDER DEVICE BACKEND CHECKS
+    this process ── rank 0      main(FOLDER, DEVICE, BACKEND, *CHECKS)
                 └── rank 1      ...
 
 Ranks run one check after another, and rank 0 writes a row for each. If a rank dies or stands still, the
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import importlib
 import json
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -29,7 +27,6 @@ from pathlib import Path
 from onefold.doctor import numbers, steps
 from onefold.doctor.model import Here, LeftOut
 from onefold.doctor.ranks import launch
-from onefold.processes.signals import end_with_parent, quiet_third_parties
 
 OK, WRONG, LEFT_OUT = "ok", "wrong", "left out"
 #: The rows that ranks have written, in their folder.
@@ -214,7 +211,7 @@ def check_here(
         while waiting:
             with tempfile.TemporaryDirectory(prefix="onefold-check-") as folder:
                 names = [check.name for check in waiting]
-                given = ("-m", module, folder, device, backend, *names)
+                given = (module, folder, device, backend, *names)
                 failed = launch(count, Path(folder), *given)
                 rows = Path(folder, ROWS)
                 if failed and not rows.exists():
@@ -232,10 +229,3 @@ def check_here(
                     raised = first.exists() and "SIGKILL" not in failed
                     said = first.read_text() if raised else failed
                     yield Outcome(check.name, WRONG, said, check.advice)
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    quiet_third_parties()
-    # Import this module by name, so that its `LeftOut` is the class that the checks raise
-    importlib.import_module("onefold.doctor.checks").main(*sys.argv[1:])

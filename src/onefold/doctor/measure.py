@@ -1,6 +1,6 @@
 """Measure what one rank of this machine reaches while all ranks do the same: large matrix products,
-copies, gathers, and training steps of the engine. A rank is `python -m onefold.doctor.measure FOLDER
-DEVICE`; rank 0 writes the figures into FOLDER.
+copies, gathers, and training steps of the engine. A rank is `main`; rank 0 writes the figures into a
+folder.
 
 [Note: the group's seconds] A step ends when its last rank does. With more ranks than cores, the
 system may run some ranks to their end before others begin, and each rank's own clock then shows the
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,7 +27,6 @@ from onefold.comm import CollectiveContext, Group
 from onefold.device import has_streams, synchronize
 from onefold.plan.hardware import PRECISIONS
 from onefold.processes.ranks import Ranks, join, leave
-from onefold.processes.signals import end_with_parent, quiet_third_parties
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.options import Precision
 from onefold.recipe.rows import FLAT
@@ -189,16 +187,10 @@ def measure(ranks: Ranks, sizes: Sizes) -> dict[str, Any]:
     return {"gpu": gpu, "kernel_share": share, "hop_seconds": hop, "contention": contention}
 
 
-def main(folder: Path, device: str) -> None:
+def main(folder: str, device: str) -> None:
     """Measure as one rank."""
     ranks = join(device, TIMEOUT)
     found = measure(ranks, SIZES[device])
     if ranks.is_first:
-        (folder / RESULT).write_text(json.dumps(found), encoding="utf-8")
+        Path(folder, RESULT).write_text(json.dumps(found), encoding="utf-8")
     leave()
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    quiet_third_parties()
-    main(Path(sys.argv[1]), sys.argv[2])

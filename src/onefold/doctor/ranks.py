@@ -15,8 +15,8 @@ from onefold.wording import few
 
 
 def launch(count: int, folder: Path, *arguments: str) -> str:
-    """Run Python with `arguments` as so many ranks until they end. Returns what became of those that
-    failed, or "".
+    """Run a module's `main` as so many ranks until they end. Returns what became of those that failed,
+    or "".
 
     Args:
         folder: for what the ranks print.

@@ -259,8 +259,3 @@ def end_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="onefold-end-with-parent", daemon=True).start()
-
-
-def parent_told() -> int | None:
-    """Return the process id of this process's parent, from the environment, if it is set there."""
-    return int(os.environ[PARENT]) if PARENT in os.environ else None

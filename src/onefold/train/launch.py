@@ -4,7 +4,7 @@
     launch               checks without torch ─► claims the output folder ─► counts the ranks ─► checks the rest ─► starts the ranks
     _Signals             while they run: passes signals on to the ranks
 
-Each rank is `python -m onefold.train.rank` (processes/local.py). Where one fails, all are started again,
+A rank is `worker.main` (processes/local.py). Where one fails, all are started again,
 up to --max-restarts times. On several machines the user starts torchrun.
 """
 
@@ -105,7 +105,7 @@ def _run(config: TrainConfig, nproc: int, why: str) -> int:
                     (control / name).unlink(missing_ok=True)
                 counts = {"TORCHELASTIC_RESTART_COUNT": start, "TORCHELASTIC_MAX_RESTARTS": most}
                 of_this = {**environment, **{name: str(n) for name, n in counts.items()}}
-                rank = "-m", "onefold.train.rank", str(file)
+                rank = "onefold.train.worker", str(file)
                 with local_ranks(nproc, of_this, *rank, logs=control, printed=True) as ranks:
                     signals.ranks = ranks
                     failed = ranks.wait(period=0.1).failures

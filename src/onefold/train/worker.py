@@ -169,6 +169,11 @@ class Rank:
             traceback.print_exception(error)
 
 
+def main(file: str) -> int:
+    """Run as one rank that the command has started, by the configuration in `file`."""
+    return run_rank(TrainConfig.model_validate_json(Path(file).read_text(encoding="utf-8")))
+
+
 def run_rank(config: TrainConfig) -> int:
     """Run as one rank and return the exit status. The first rank that fails reports the error."""
     me, claims, given = Rank(config), list[Claim](), config
