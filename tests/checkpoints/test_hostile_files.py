@@ -35,7 +35,6 @@ from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.manifest import MANIFEST, STATE
 from onefold.checkpoint.values import refuse_another_state
 from onefold.inspection.diff import differences
-from onefold.inspection.reshard import reshard
 from onefold.inspection.summary import glance, summarize
 from onefold.inspection.verify import examine
 from onefold.pretrained.huggingface import HuggingFaceSource
@@ -201,7 +200,7 @@ HOSTILE: dict[str, tuple[Hurt, str]] = {
 
 @pytest.mark.parametrize("name", [*OF_ANOTHER_RUN, *HOSTILE])
 def test_what_a_stranger_has_written_is_refused_by_all_that_reads_it(
-    saved: Saved, place: Path, tmp_path: Path, name: str
+    saved: Saved, place: Path, name: str
 ) -> None:
     hurt, words = (OF_ANOTHER_RUN | HOSTILE)[name]
     before = saved.state()
@@ -217,9 +216,6 @@ def test_what_a_stranger_has_written_is_refused_by_all_that_reads_it(
             summarize(source, place)
             with contextlib.closing(source_of(saved.path)) as other:
                 differences(source, other)
-        if "leads out" in words or "not inside" in words:
-            with pytest.raises(CheckpointError, match=words):
-                reshard(place, tmp_path / "resharded", 1)
     assert saved.state() == before, "a refused load has changed the run"
     saved.run.model(tokens_of(0)).backward()
     saved.load(saved.path)

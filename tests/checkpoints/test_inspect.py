@@ -1,11 +1,10 @@
 """Checkpoints without ranks. `verify` finds and names every injury, `diff` says what two do not have
-in common, `reshard` writes the same one for other ranks.
+in common.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import shutil
 from pathlib import Path
@@ -17,19 +16,16 @@ import torch.distributed as dist
 
 import onefold
 from checkpoints.injured import flip
-from on_ranks import on_ranks
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, key_of, read_manifest
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.inspection.diff import Difference, differences
-from onefold.inspection.reshard import reshard
 from onefold.inspection.verify import examine
 from onefold.runtime.parameters.parameter import disable_torch_function
-from promises.jobs import whole_states
-from reference import adamw, built, on_each_rank, train, weights
-from reference import differences as unlike
-from saved import Run, Tokenizer, copied
+from ranks import outcomes_of
+from reference import adamw, built, train
+from saved import Config, Run, Tokenizer, copied
 from zoo import TinyGPT, tokens_of
 
 
@@ -39,12 +35,28 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def three(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in three files of tensors."""
-    return reshard(saved, tmp_path_factory.mktemp("verify") / "three", 3)
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_by_three(tmp_path_factory.mktemp("verify") / "three")
 
 
 # -- verify ----------------------------------------------------------------------------------------
+
+
+def save_as_one_of_three(path: Path, seed: int) -> None:
+    model = built(lambda: TinyGPT(depth=2, tied=True), seed)
+    model.config = Config()
+    model = onefold.shard(model, onefold.Recipe.zero(3, stall_timeout=30.0))
+    optimizer = adamw(model)
+    train(model, optimizer, [tokens_of(dist.get_rank())])
+    extra = {"table": torch.arange(5000) * seed}
+    parts: dict[str, Any] = {"optimizer": optimizer, "extra": extra, "tokenizer": Tokenizer()}
+    onefold.save(path, model=model, **parts, step=seed)
+
+
+def saved_by_three(path: Path, seed: int = 1) -> Path:
+    for outcome in outcomes_of(3, save_as_one_of_three, path, seed):
+        assert not outcome.error, outcome
+    return path
 
 
 def tensor_at(folder: Path, name: str, at: int) -> str:
@@ -88,8 +100,7 @@ def test_every_flipped_byte_is_found_and_named(three: Path, tmp_path: Path, name
 def test_files_that_are_cut_missing_or_of_another_checkpoint_are_named(
     three: Path, tmp_path: Path
 ) -> None:
-    later = Run(steps=3).save(tmp_path / "one", tokenizer=Tokenizer())
-    later = reshard(later, tmp_path / "three", 3)
+    later = saved_by_three(tmp_path / "three", seed=2)
     for name in FILES:
         place = copied(three, tmp_path / name)
         data = (place / name).read_bytes()
@@ -108,58 +119,12 @@ def test_files_that_are_cut_missing_or_of_another_checkpoint_are_named(
             examine(tmp_path / name)
 
 
-# -- reshard ---------------------------------------------------------------------------------------
+# -- diff ------------------------------------------------------------------------------------------
 
 
 def compared(a: Path, b: Path, **options: Any) -> Difference:
     with contextlib.closing(FolderSource(a)) as first, contextlib.closing(FolderSource(b)) as other:
         return differences(first, other, **options)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_a_resharded_checkpoint_is_the_same_in_other_files(
-    saved: Path, tmp_path: Path, ranks: int
-) -> None:
-    target = reshard(reshard(saved, tmp_path / "between", 5), tmp_path / "b", ranks)
-    assert examine(target).problems == []
-    found = compared(saved, target)
-    records = read_manifest(saved).records
-    assert found.equal and sum(found.compared.values()) == len(records)
-    sizes = [f.stat().st_size for f in sorted(target.glob("rank-*.safetensors"))]
-    assert len(sizes) == ranks
-    assert max(sizes[1:], default=0) < sum(sizes) / ranks * 1.5 + 20_000, "divided evenly"
-    with pytest.raises(CheckpointError, match="overwrite"):
-        reshard(saved, target, 2)
-    reshard(target, target, 4, overwrite=True)
-    assert not examine(target).problems and compared(saved, target).equal
-    assert read_manifest(target).step == 2 and sorted(os.listdir(tmp_path)) == ["b", "between"]
-
-
-@on_ranks(2)
-def test_a_checkpoint_of_two_ranks_and_its_resharded_forms_load_to_the_same_bits(
-    folder: Path,
-) -> None:
-    def made(seed: int) -> tuple[Any, torch.optim.Optimizer]:
-        recipe = onefold.Recipe.zero(3, stall_timeout=30.0)
-        model = onefold.shard(built(lambda: TinyGPT(depth=2, tied=True), seed), recipe)
-        return model, adamw(model)
-
-    model, optimizer = made(1)
-    train(model, optimizer, [tokens_of(dist.get_rank()), tokens_of(10 + dist.get_rank())])
-    torch.manual_seed(dist.get_rank())
-    onefold.save(folder / "two", model=model, optimizer=optimizer)
-    expected = weights(model) | whole_states(optimizer) | {"random": torch.rand(4)}
-    for ranks in (1, 3):
-        if dist.get_rank() == 0:
-            reshard(folder / "two", folder / str(ranks), ranks)
-        on_each_rank("resharded")
-        again, states = made(7)
-        onefold.load(folder / str(ranks), model=again, optimizer=states)
-        found = weights(again) | whole_states(states) | {"random": torch.rand(4)}
-        assert not unlike(expected, found), ranks
-
-
-# -- diff ------------------------------------------------------------------------------------------
 
 
 def test_one_element_is_found_with_its_place_and_size(saved: Path, tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ def test_inspect_and_diff_read_what_deepspeed_saved(tmp_path: Path) -> None:
     assert said("diff", tmp_path / "saved", tmp_path / "saved")["equal"]
 
 
-def test_what_is_damaged_is_named_with_status_1_and_neither_exported_nor_resharded(
+def test_what_is_damaged_is_named_with_status_1_and_not_exported(
     first: Path, tmp_path: Path
 ) -> None:
     assert "whole" in command("verify", first).stdout
@@ -142,20 +142,7 @@ def test_what_is_damaged_is_named_with_status_1_and_neither_exported_nor_reshard
     assert problem["file"] == "rank-00000.safetensors" and problem["tensor"]
     assert "not those that were saved" in problem["what"]
     assert "changed" in refused("export", bad, tmp_path / "b")
-    assert "changed" in refused("reshard", bad, tmp_path / "b", "--ranks", 2)
     assert os.listdir(tmp_path) == ["a"]
-
-
-def test_reshard_writes_the_same_checkpoint_for_other_ranks(
-    root: Path, first: Path, tmp_path: Path
-) -> None:
-    found = said("reshard", first, tmp_path / "b", "--ranks", 3)
-    assert sum(f.startswith("rank-") for f in found["files"]) == 3
-    command("verify", tmp_path / "b")
-    assert "the same" in command("diff", first, tmp_path / "b").stdout
-    assert "overwrite" in refused("reshard", first, tmp_path / "b", "--ranks", 2)
-    command("reshard", root, tmp_path / "b", "--ranks", 1, "--overwrite")
-    assert said("inspect", tmp_path / "b")["step"] == 3, "of a folder of them the newest is taken"
 
 
 def test_export_writes_what_others_open(bare: Path, tmp_path: Path) -> None:
@@ -192,7 +179,6 @@ def test_diff_ends_with_1_and_says_what_differs(root: Path, first: Path) -> None
         ("inspect",),
         ("verify",),
         ("export", "out"),
-        ("reshard", "out", "--ranks", "2"),
         ("diff", "other"),
     ],
 )

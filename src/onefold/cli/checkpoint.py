@@ -1,4 +1,4 @@
-"""`onefold checkpoint inspect|verify|export|reshard|diff`: work with a checkpoint without ranks, a
+"""`onefold checkpoint inspect|verify|export|diff`: work with a checkpoint without ranks, a
 model or a GPU. Each command answers with rows; see `show`.
 """
 
@@ -145,34 +145,6 @@ def export_command(
         export_folder(source, target, kind, limit, advance, beside=beside, overwrite=overwrite)
         said = source.describe
     show(as_json, "export", {"source": said, **_made(target)})
-    return 0
-
-
-@app.command("reshard")
-@answered
-def reshard_command(
-    path: Path_,
-    target: Target,
-    ranks: Annotated[int, option("How many ranks' files to write; 1 puts all into one.")],
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-) -> int:
-    """Write the same checkpoint in the files of another number of ranks. Loading does not need it:
-    it loads on any number as it is.
-    """
-    from onefold.checkpoint.folder_source import FolderSource
-    from onefold.inspection.reshard import reshard
-
-    with contextlib.closing(_opened(path)) as source:
-        if not isinstance(source, FolderSource):
-            raise ValueError(
-                f"{source.describe} is not a checkpoint of Onefold. Load it in a run and save it"
-                " there, or export it."
-            )
-        folder = source.folder
-    with progress(f"writing {target.name}", _bytes_in(folder), as_json) as advance:
-        reshard(folder, target, ranks, overwrite=overwrite, advance=advance)
-    show(as_json, "reshard", {"source": str(folder), "ranks": ranks, **_made(target)})
     return 0
 
 
