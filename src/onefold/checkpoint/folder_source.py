@@ -80,16 +80,17 @@ class FolderSource(Source):
     def state(self) -> dict[str, Any]:
         """The contents of state.json, checksum verified."""
         if self._state is None:
-            path = self._path(STATE)
+            path = self.path(STATE)
             try:
                 text = read_bytes(path)
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
-            self._compare(STATE, hashlib.sha256(text).hexdigest())
+            self.compare(STATE, hashlib.sha256(text).hexdigest())
             self._state = state_of_text(text, path)
         return self._state
 
-    def _path(self, name: str) -> Path:
+    def path(self, name: str) -> Path:
+        """Return the path of a file in the folder. Raises: CheckpointError: there is none."""
         path = path_in(self.folder, name)
         if not path.exists():
             raise DamagedCheckpoint(f"{path} is missing: the checkpoint is not whole any more.")
@@ -107,7 +108,8 @@ class FolderSource(Source):
         except DamagedCheckpoint as error:
             raise DamagedCheckpoint(f"{self.folder / STATE}, {where}: {error}") from None
 
-    def _compare(self, name: str, digest: str) -> None:
+    def compare(self, name: str, digest: str) -> None:
+        """Raise DamagedCheckpoint if the manifest has another checksum for a file."""
         record = self.manifest.files.get(name)
         if record is None or digest != record.sha256:
             raise DamagedCheckpoint(
@@ -143,18 +145,19 @@ class FolderSource(Source):
             last = bisect_left(pieces, wanted.stop, key=lambda p: p.where.start)
             pieces = pieces[first:last]
         for piece in pieces:
-            read = partial(self._read, record, piece)
+            read = partial(self.read_piece, record, piece)
             read_common(wanted, piece.where, out, DTYPES[record.dtype], read)
 
-    def _read(
+    def read_piece(
         self, record: Record, piece: StoredPiece, start: int, stop: int, out: torch.Tensor
     ) -> None:
+        """Read elements [start, stop) of a piece, counted from its first."""
         file, key = self._place_of(record, piece)
         file.read(key, start, stop, out)
 
     def _place_of(self, record: Record, piece: StoredPiece) -> tuple[TensorFile, str]:
         """Return the file that holds a piece, and the piece's name there."""
-        file, key = self._open(piece.file), key_of(record.item, piece.where)
+        file, key = self.file(piece.file), key_of(record.item, piece.where)
         entry = file.header.get(key)
         expected = DTYPES[record.dtype], (piece.where.numel,)
         if entry is None or (entry.dtype, entry.shape) != expected:
@@ -164,12 +167,13 @@ class FolderSource(Source):
             )
         return file, key
 
-    def _open(self, name: str) -> TensorFile:
+    def file(self, name: str) -> TensorFile:
+        """Open a file of tensors, and check its header and checksums."""
         if name not in self._files:
             while len(self._files) >= OPEN:
                 self._files.pop(next(iter(self._files))).close()
-            self._files[name] = file = TensorFile(self._path(name), checked=True)
-            self._compare(name, file.digest)
+            self._files[name] = file = TensorFile(self.path(name), checked=True)
+            self.compare(name, file.digest)
         return self._files[name]
 
     def scalars(self, name: str) -> Mapping[str, Any]:

@@ -101,14 +101,13 @@ def verify_command(path: Path_, as_json: Json = False) -> int:
     for folder in like or [path]:
         begun = time.perf_counter()
         with progress(f"verifying {folder.name}", _bytes_in(folder), as_json) as advance:
-            seen = examine(folder, advance)
-        read = {"files": seen.files, "tensors": seen.tensors, "bytes": seen.nbytes}
-        state = "damaged" if seen.problems else "whole: every checksum agrees"
-        seconds = time.perf_counter() - begun
-        rows.append({"name": folder.name, **read, "seconds": seconds, "is": state})
-        problems += [{"checkpoint": folder.name, **asdict(problem)} for problem in seen.problems]
-    found = {"path": str(path), "whole": not problems, "checkpoints": rows, "problems": problems}
-    show(as_json, "verify", found)
+            found = examine(folder, advance)
+        read = {"bytes": _bytes_in(folder), "seconds": time.perf_counter() - begun}
+        state = "damaged" if found else "whole: every checksum agrees"
+        rows.append({"name": folder.name, **read, "is": state})
+        problems += [{"checkpoint": folder.name, **asdict(problem)} for problem in found]
+    said = {"path": str(path), "whole": not problems, "checkpoints": rows, "problems": problems}
+    show(as_json, "verify", said)
     return int(bool(problems))
 
 

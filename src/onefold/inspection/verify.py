@@ -10,11 +10,12 @@ releases the GIL. Each reads a few MiB at a time, so memory is bounded.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -22,19 +23,9 @@ import torch
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import in_words
-from onefold.checkpoint.folder_source import state_of_text
-from onefold.checkpoint.manifest import (
-    CHECKSUM,
-    MANIFEST,
-    STATE,
-    FileRecord,
-    Record,
-    StoredPiece,
-    key_of,
-    path_in,
-    read_manifest,
-)
-from onefold.checkpoint.tensorfile import CHUNK, DTYPES, TensorFile
+from onefold.checkpoint.folder_source import FolderSource
+from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, Record, StoredPiece
+from onefold.checkpoint.tensorfile import CHUNK, DTYPES
 from onefold.checkpoint.values import decode
 from onefold.reading import open_regular
 from onefold.wording import few
@@ -53,20 +44,9 @@ class Problem:
     what: str
 
 
-@dataclass
-class Examination:
-    """The result of verifying a checkpoint."""
-
-    folder: Path
-    problems: list[Problem] = field(default_factory=list)
-    files: int = 0
-    tensors: int = 0
-    nbytes: int = 0
-
-
-def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
-    """Read and check every byte of the checkpoint in `folder`. If the result has no `problems`, the
-    checkpoint is as it was saved. If its manifest is damaged, nothing else can be checked.
+def examine(folder: Path | str, advance: Advance = lambda n: None) -> list[Problem]:
+    """Read and check every byte of the checkpoint in `folder`. Returns all that differs from what was
+    saved. If its manifest is damaged, nothing else can be checked.
 
     Args:
         advance: called, from several threads, with the bytes of tensors read since its last call.
@@ -74,34 +54,31 @@ def examine(folder: Path | str, advance: Advance | None = None) -> Examination:
     Raises:
         CheckpointError: it is not a checkpoint, or it is of another version.
     """
-    out = Examination(Path(folder))
-    if not is_like_a_checkpoint(out.folder):
-        there = f"it has no {MANIFEST}" if out.folder.is_dir() else "it is a file"
-        there = there if out.folder.exists() else "there is no such folder"
-        raise CheckpointError(f"{folder} is no Onefold checkpoint: {there}.")
+    if not is_like_a_checkpoint(Path(folder)):
+        raise CheckpointError(f"{folder} is no Onefold checkpoint, nor the remains of one.")
     try:
-        manifest = read_manifest(out.folder)
+        source = FolderSource(Path(folder))
     except DamagedCheckpoint as error:
-        out.problems = [Problem(name, "", str(error)) for name in (MANIFEST, CHECKSUM)]
-        return out
-    inside: dict[str, list[Inside]] = {name: [] for name in manifest.files}
-    for record in manifest.records:
+        return [Problem(name, "", str(error)) for name in (MANIFEST, CHECKSUM)]
+    found: list[Problem] = []
+    inside: dict[str, list[Inside]] = {name: [] for name in source.manifest.files}
+    for record in source.manifest.records:
         for piece in record.pieces:
             inside.setdefault(piece.file, []).append((record, piece))
-    small = sum((out.folder / name).stat().st_size for name in (MANIFEST, CHECKSUM))
-    out.nbytes = small + sum(file.nbytes for file in manifest.files.values())
-    out.files, out.tensors = len(manifest.files) + 2, len(manifest.records)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1), "onefold-verify") as pool:
+    pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "onefold-verify")
+    with contextlib.closing(source), pool:
         for name, within in inside.items():
             try:
-                for tensor, what in _check(out.folder, name, manifest.files, within, pool, advance):
-                    out.problems.append(Problem(name, tensor, what))
+                _check(source, name)
+                wrong = pool.map(partial(_wrong_in, source, advance), within)
+                for (record, _), what in zip(within, wrong, strict=True):
+                    found += [Problem(name, str(record.item), what)] if what else []
             except (CheckpointError, OSError) as error:
                 said = in_words(error) if isinstance(error, OSError) else str(error)
                 lost = few((str(record.item) for record, _ in within), 3)
                 what = f"{said} It holds a part of {lost}." if lost else said
-                out.problems.append(Problem(name, "", what))
-    return out
+                found.append(Problem(name, "", what))
+    return found
 
 
 def is_like_a_checkpoint(folder: Path) -> bool:
@@ -113,53 +90,30 @@ def is_like_a_checkpoint(folder: Path) -> bool:
     )
 
 
-def _check(
-    folder: Path,
-    name: str,
-    files: Mapping[str, FileRecord],
-    inside: list[Inside],
-    pool: ThreadPoolExecutor,
-    advance: Advance | None,
-) -> Iterator[tuple[str, str]]:
-    """Yield ("" or a tensor of it, what is wrong) of a file.
-    Raises: CheckpointError, OSError: it cannot be read at all.
+def _check(source: FolderSource, name: str) -> None:
+    """Check a file, of tensors its header and checksums.
+    Raises: CheckpointError, OSError: it is damaged, or cannot be read.
     """
-    path, recorded = path_in(folder, name), files.get(name)
-    if recorded is None:
-        yield "", f"{MANIFEST} names it and does not list it."
-    elif recorded.tensors:
-        with TensorFile(path, checked=True) as file:
-            if file.digest != recorded.sha256:
-                yield "", "its header (names and places of tensors) or its checksums are damaged."
-                return
-            for (record, _), what in zip(
-                inside, pool.map(partial(_wrong_in, file, advance), inside), strict=True
-            ):
-                if what:
-                    yield str(record.item), what
+    recorded = source.manifest.files.get(name)
+    if recorded is not None and recorded.tensors:
+        source.file(name)
+    elif name == STATE:
+        decode(source.state, lambda number: torch.empty(0))
     else:
-        with open(path, "rb", opener=open_regular) as whole:
-            if hashlib.file_digest(whole, "sha256").hexdigest() != recorded.sha256:
-                yield "", "its bytes are not those that were saved."
-            elif name == STATE:
-                whole.seek(0)
-                decode(state_of_text(whole.read(), path), lambda number: torch.empty(0))
+        with open(source.path(name), "rb", opener=open_regular) as file:
+            source.compare(name, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _wrong_in(file: TensorFile, advance: Advance | None, inside: Inside) -> str:
+def _wrong_in(source: FolderSource, advance: Advance, inside: Inside) -> str:
     """Return what is wrong with a piece; "" if nothing is."""
     record, piece = inside
-    key, dtype, numel = key_of(record.item, piece.where), DTYPES[record.dtype], piece.where.numel
-    span = file.header.get(key)
-    if span is None or (span.dtype, span.shape) != (dtype, (numel,)):
-        return "it is not there as the manifest says."
+    dtype, numel = DTYPES[record.dtype], piece.where.numel
     step = CHUNK // dtype.itemsize
     for start in range(0, numel, step):
         out = torch.empty(min(step, numel - start), dtype=dtype, device="cpu")
         try:
-            file.read(key, start, start + out.numel(), out)
-        except DamagedCheckpoint:
-            return f"elements {start} to {start + out.numel()}: the bytes are not those that were saved."
-        if advance is not None:
-            advance(out.nbytes)
+            source.read_piece(record, piece, start, start + out.numel(), out)
+        except DamagedCheckpoint as error:
+            return str(error)
+        advance(out.nbytes)
     return ""
