@@ -54,7 +54,6 @@ ROWS = [
     (ON_16 + " --shard-group node --second-copy", "leave one of them out"),
     (ON_16 + " --second-copy --stage 2", "needs sharded parameters: stage 3"),
     ("checkpoint export a b --like ''", "--like " + EMPTY),
-    ("checkpoint diff a b --atol inf", "--atol inf: " + NUMBER),
     ("config explain ''", "an argument " + EMPTY),
     ("doctor --disk ''", "--disk " + EMPTY),
     ("doctor --ranks 2", "--ranks and --disk say how to measure: add --calibrate"),

@@ -120,19 +120,6 @@ class Source:
         self.read(item, 0, out.numel(), out.reshape(-1))
         return out
 
-    def blocks(
-        self, item: Item, start: int, stop: int, step: int, dtype: torch.dtype | None = None
-    ) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield elements [start, stop), at most `step` at a time: (index of the first element,
-        elements [n] on the host).
-        """
-        for a in range(start, stop, step):
-            part = torch.empty(
-                min(stop - a, step), dtype=dtype or self.stored(item).dtype, device="cpu"
-            )
-            self.read(item, a, a + part.numel(), part)
-            yield a, part
-
     def aliases(self) -> Mapping[str, str]:
         """Return {another name of a tied parameter: the name under which it is stored}."""
         return {}

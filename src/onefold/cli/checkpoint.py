@@ -159,8 +159,6 @@ def diff_command(
         ),
     ] = None,
     names: Filter = None,
-    atol: Annotated[float, option("Elements that differ by no more are the same.")] = 0.0,
-    rtol: Annotated[float, option("The same, as a part of the second's.")] = 0.0,
     as_json: Json = False,
 ) -> int:
     """Compare two checkpoints: which tensors differ and by how much, and parameter groups, step
@@ -179,8 +177,8 @@ def diff_command(
         elements = sum(numel_of(stored.shape) for stored in one.items().values())
         with progress(f"comparing {first.name} and {second.name}", elements, as_json) as advance:
             found = differences(
-                one, other, parts=[part for part in PARTS if part in chosen], atol=atol, rtol=rtol,
-                advance=advance, wanted=lambda name: names is None or fnmatchcase(name, names),
+                one, other, parts=[part for part in PARTS if part in chosen], advance=advance,
+                wanted=lambda name: names is None or fnmatchcase(name, names),
             )  # fmt: skip
         made = [
             {"from": s.describe, "step": s.step, "created": s.created, **s.saved_by}
