@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,9 +23,8 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.parts import CHUNK, Held
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
-from onefold.checkpoint.tensorfile import numel_of
 from onefold.checkpoint.together import Together
-from onefold.checkpoint.values import fits, is_number, short
+from onefold.checkpoint.values import fits, short
 from onefold.comm import Group
 from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
@@ -339,7 +337,7 @@ def fit_groups(
                 )
             where = f"{source.describe}: group {index} of its optimizer {number}"
             _refuse_options(where, group, saved)
-            _refuse_numbers(source, states, optimizer, group, saved)
+            _refuse_states(source, states, optimizer, group, saved)
             ours = list(dict.fromkeys(names[id(p)] for p in group["params"]))
             here = {source.stored_name(name) for n in ours for name in n}
             theirs = {source.stored_name(name) for name in saved["params"]}
@@ -356,68 +354,45 @@ def fit_groups(
 def _refuse_options(where: str, group: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raise CheckpointError if a saved option is of another kind than the group's own."""
     for key, value in saved.items():
-        # What schedulers keep in a group (initial_lr, max_lr) may not be there yet
-        ours = group.get(key, group.get("lr") if key.endswith("_lr") else None)
-        taken = key != "params" and not (key in LOCAL_OPTIONS and key in group)
-        if taken and not fits(ours, value, strict=True):
+        ours = group.get(key)  # what schedulers keep in a group may not be there yet
+        if key not in ("params", *LOCAL_OPTIONS) and not fits(ours, value):
             raise CheckpointError(
-                f"{where} has {key}={short(value)}, where the given optimizer has {short(ours)}:"
-                " Onefold did not write this value, or the optimizer is of another kind."
+                f"{where} has {key}={short(value)}, where the given optimizer has {short(ours)}: the"
+                " optimizer is of another kind."
             )
 
 
-def _refuse_numbers(
+def _refuse_states(
     source: Source,
     states: Mapping[str, set[str]],
     optimizer: torch.optim.Optimizer,
     group: dict[str, Any],
     saved: dict[str, Any],
 ) -> None:
-    """Raise CheckpointError if a parameter of the group has states without the numbers, such as
-    `step`, that the optimizer keeps beside them, or has others in their place. `states`: the keys
-    of its other states.
+    """Raise CheckpointError if a parameter of the group has states, but not those that the first step of
+    an optimizer of torch's makes. (Others may have some for large matrices only.)
+    `states`: the keys of its tensors.
     """
-    known = source.items()
+    known, expected = source.items(), dict[int, dict[str, Any]]()
     merged = group | {k: v for k, v in saved.items() if k not in ("params", *LOCAL_OPTIONS)}
-    expected: dict[int, dict[str, Any]] = {}
-    for name in saved["params"]:
-        numbers, item = source.scalars(name), Item("parameter", name)
-        if item not in known or not group["params"] or not (numbers or name in states):
+    own = group["params"] and type(optimizer).__module__.startswith("torch.optim.")
+    for name in saved["params"] if own else ():
+        # Whether each is a tensor: torch's steps take an int for none
+        there = {k: isinstance(v, torch.Tensor) for k, v in source.scalars(name).items()}
+        there |= dict.fromkeys(states.get(name, ()), True)
+        if Item("parameter", name) not in known or not there:
             continue
-        dims = len(known[item].shape)
+        dims = len(known[Item("parameter", name)].shape)
         if dims not in expected:
-            expected[dims] = _numbers_of(optimizer, merged, dims)
+            expected[dims] = {}
+            with contextlib.suppress(Exception):  # it needs a closure
+                expected[dims] = fresh_state(optimizer, merged, group["params"][0], (2,) * dims)
         for key, ours in expected[dims].items():
-            there = key in numbers or key in states.get(name, ())
-            # torch's steps take an int for no tensor
-            right = key not in numbers or (
-                fits(ours, numbers[key], strict=True)
-                and isinstance(numbers[key], torch.Tensor) >= isinstance(ours, torch.Tensor)
-            )
-            if not (there and right):
-                what = f"{key}={short(numbers[key])}" if there else f"no {key}"
+            if there.get(key, -1) < isinstance(ours, torch.Tensor):
                 raise CheckpointError(
-                    f"{source.describe} has {what} for parameter {name!r}, where"
-                    f" {type(optimizer).__name__} keeps {'a tensor' if ours is None else short(ours)}:"
-                    " Onefold did not write this, or the optimizer is of another kind."
+                    f"{source.describe} has no {key} for parameter {name!r} as"
+                    f" {type(optimizer).__name__} keeps it: the optimizer is of another kind."
                 )
-
-
-def _numbers_of(
-    optimizer: torch.optim.Optimizer, group: dict[str, Any], dims: int
-) -> dict[str, Any]:
-    """Return the numbers that the optimizer keeps for a parameter of the group with `dims`
-    dimensions, and None for each of its tensors if it is torch's own: others may have tensors for
-    large matrices only. {} if it does not tell.
-    """
-    like = group["params"][0]
-    try:
-        state = fresh_state(optimizer, group, like, (2,) * dims)
-    except Exception:
-        return {}
-    numbers = {k: v for k, v in state.items() if is_number(v) and numel_of(np.shape(v)) == 1}
-    own = type(optimizer).__module__.startswith("torch.optim.")
-    return dict.fromkeys(state if own else ()) | numbers
 
 
 def set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:

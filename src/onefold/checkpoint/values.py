@@ -176,57 +176,19 @@ def formed(form: type[FormT], value: Any) -> FormT:
         raise ValueError(f"{where} is {short(wrong['input'])}: {wrong['msg']}") from None
 
 
-def fits(ours: Any, value: Any, strict: bool = False) -> bool:
-    """Return whether a loaded `value` may take the place of `ours`: it is of the same kind.
-
-    | ours                       | value                                                                  |
-    |----------------------------|------------------------------------------------------------------------|
-    | a number, or a tensor      | a number, or a tensor of as many; `strict`: finite where ours is       |
-    | a tuple; a list            | of the same length; of any: each element fits ours                     |
-    | a dict                     | each value fits ours of that key                                       |
-    | None, or nothing there yet | anything that `decode` returns                                         |
-    | text, True, ...            | of the same type                                                       |
-    | any of these               | None; `strict`: not for a number or for several values                 |
-    | what `encode` refuses      | nothing: a method, an optimizer                                        |
+def fits(ours: Any, value: Any) -> bool:
+    """Return whether a loaded `value` may take the place of `ours`: both are numbers or tensors, both
+    lists, or of one type; a dict, by what it has under the keys of ours. Anything may take the place of
+    None, and None that of anything.
     """
-    try:
-        # As both would come back from a file: a tuple of another class as a tuple
-        return _fits(decode(encode(ours, "")), decode(encode(value, "")), strict)
-    except CheckpointError:
-        return False
-
-
-def _fits(ours: Any, value: Any, strict: bool) -> bool:
-    several = isinstance(ours, (list, tuple, dict))
-    if ours is None or (value is None and not (strict and (several or is_number(ours)))):
+    if ours is None or value is None:
         return True
     if isinstance(ours, dict):
-        return isinstance(value, dict) and all(
-            _fits(ours.get(key), v, strict) for key, v in value.items()
-        )
-    if several:
-        last = len(ours) - 1
-        return (
-            isinstance(value, (list, tuple))
-            and (isinstance(ours, list) or len(value) == len(ours))
-            and (last < 0 or all(_fits(ours[min(i, last)], v, strict) for i, v in enumerate(value)))
-        )
-    if not is_number(ours):
-        return isinstance(value, type(ours))
-    same = is_number(value) and numel_of(np.shape(value)) == numel_of(np.shape(ours))
-    return same and (not (strict and _finite(ours)) or _finite(value))
-
-
-def is_number(value: Any) -> bool:
-    """Return whether a value is a number or a tensor, and not True or False."""
-    numbers = (int, float, np.number, torch.Tensor)
-    return isinstance(value, numbers) and not isinstance(value, bool)
-
-
-def _finite(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return bool(value.isfinite().all())
-    return abs(value) < 1 << 63 if isinstance(value, int) else math.isfinite(value)
+        return isinstance(value, dict) and all(fits(ours.get(k), v) for k, v in value.items())
+    for kind in (bool, (int, float, np.number, torch.Tensor), (list, tuple)):
+        if isinstance(ours, kind) or isinstance(value, kind):
+            return isinstance(ours, kind) and isinstance(value, kind)
+    return isinstance(value, type(ours))  # of a method, an optimizer: nothing that was loaded
 
 
 def refuse_another_state(source: str, name: str, thing: Any, state: Any) -> None:
@@ -235,22 +197,18 @@ def refuse_another_state(source: str, name: str, thing: Any, state: Any) -> None
     Raises: CheckpointError: a value is of another kind than what has its name now.
     """
     ours = thing.state_dict() if callable(getattr(thing, "state_dict", None)) else None
-    if not isinstance(ours, dict) or not ours:  # a scaler that is disabled takes nothing
+    # A scaler that is disabled takes nothing
+    if not ours or not isinstance(ours, dict) or not isinstance(state, dict):
         return
-    given = f"the given {type(thing).__name__}"
-    if not isinstance(state, dict):
-        raise CheckpointError(
-            f"{source}: its {name} is {short(state)}, and {given} loads a dict: it was saved with"
-            f" another kind of {name}. Leave {name} out of load()."
-        )
     for key, value in state.items():
         now: Any = ours[key] if key in ours else getattr(thing, str(key), None)
-        if key == "_schedulers" and key in ours:  # of torch's ChainedScheduler and SequentialLR
-            now = tuple(now)
-        if not fits(now, value, strict=name == "scaler"):  # a schedule's best loss begins as inf
+        if not fits(now, value):
             raise CheckpointError(
-                f"{source}: its {name} has {short(value)} as {key!r}, where {given} has {short(now)}:"
-                f" it was saved with another kind of {name}. Leave {name} out of load()."
+                f"{source}: its {name} has {short(value)} as {key!r}, where the given"
+                f" {type(thing).__name__} has {short(now)}: it was saved with another kind of {name}."
+                f" Leave {name} out of load()."
             )
-        for inner, its in zip(thing._schedulers, value, strict=True) if type(now) is tuple else ():
-            refuse_another_state(source, name, inner, its)
+    # Those inside torch's ChainedScheduler and SequentialLR
+    inner = zip(getattr(thing, "_schedulers", ()), state.get("_schedulers", ()), strict=False)
+    for its, inside in inner:
+        refuse_another_state(source, name, its, inside)
