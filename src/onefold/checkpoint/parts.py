@@ -273,7 +273,7 @@ def _collect_optimizers(
         out.values.setdefault("optimizers", []).append(said)
     out.values.setdefault("scalars", {}).update(
         (name, {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in state.items()})
-        for name, state in brought(scalars).items()
+        for name, state in scalars.items()
     )
 
 
@@ -330,25 +330,6 @@ def _chosen(entries: Collection[Entry], frozen: bool | Collection[str]) -> set[E
             f"frozen={what}: expected True, False, or a list with names of the model's parameters."
         )
     return {e for e in entries if e.param.requires_grad or not names.isdisjoint(e.names)}
-
-
-def brought(scalars: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return `scalars` with all numbers on the host. A fused optimizer has a count of steps for each
-    parameter on the device; the host waits for one copy, not for each of them.
-    """
-    out = {name: dict(state) for name, state in scalars.items()}
-    there = [
-        (state, key, v)
-        for state in out.values()
-        for key, v in state.items()
-        if isinstance(v, torch.Tensor) and v.device.type not in ("cpu", "meta") and v.numel() == 1
-    ]
-    for dtype in {v.dtype for *_, v in there}:
-        some = [each for each in there if each[2].dtype == dtype]
-        numbers = torch.stack([v.detach().reshape(()) for *_, v in some]).cpu()
-        for (state, key, v), number in zip(some, numbers, strict=True):
-            state[key] = number.clone().view(v.shape)
-    return out
 
 
 def of_stage(
