@@ -20,16 +20,16 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.parts import CHUNK, Held
+from onefold.checkpoint.parts import CHUNK, Held, groups_of
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits, short
 from onefold.comm import Group
+from onefold.optim.faced_states import policy_of
 from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
-from onefold.quant.moments import moment_policy
 from onefold.recipe.moments import SIGNED
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
@@ -305,18 +305,7 @@ def fit_groups(
         raise CheckpointError(
             f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given."
         )
-    names = {id(e.param): e.names for engine in engines for e in engine.entries}
-    try:
-        for optimizer in optimizers:
-            stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-            for engine in engines:
-                for flat in engine.flats:
-                    if any(id(e.param) in stepped for e in flat.entries):
-                        moment_policy(
-                            optimizer, engine.recipe, flat
-                        )  # refuses formats that disagree
-    except ValueError as error:
-        raise CheckpointError(str(error)) from None
+    known = {id(e.param): e for engine in engines for e in engine.entries}
     states: dict[str, set[str]] = {}
     for item in source.items():
         if item.kind == "state":
@@ -328,20 +317,16 @@ def fit_groups(
                 f" given {type(optimizer).__name__} {len(optimizer.param_groups)}. Make the groups"
                 " as they were when it was saved."
             )
-        for index, (group, saved) in enumerate(zip(optimizer.param_groups, stored, strict=True)):
-            if any(id(p) not in names for p in group["params"]):
-                raise CheckpointError(
-                    f"group {index} of the given {type(optimizer).__name__} has a parameter of"
-                    " another model: make the optimizer of model.parameters() after shard(), and"
-                    " give both to one load."
-                )
+        ours = groups_of(optimizer, known)
+        for index, ((group, entries), saved) in enumerate(zip(ours, stored, strict=True)):
+            for entry in entries:
+                policy_of(optimizer, entry)  # refuses formats that disagree
             where = f"{source.describe}: group {index} of its optimizer {number}"
             _refuse_options(where, group, saved)
             _refuse_states(source, states, optimizer, group, saved)
-            ours = list(dict.fromkeys(names[id(p)] for p in group["params"]))
-            here = {source.stored_name(name) for n in ours for name in n}
+            here = {source.stored_name(name) for entry in entries for name in entry.names}
             theirs = {source.stored_name(name) for name in saved["params"]}
-            extra = [n[0] for n in ours if theirs.isdisjoint(map(source.stored_name, n))]
+            extra = [e.name for e in entries if theirs.isdisjoint(map(source.stored_name, e.names))]
             gone = [n for n in saved["params"] if strict and source.stored_name(n) not in here]
             if extra or gone:
                 raise CheckpointError(

@@ -31,7 +31,7 @@ An interval of a box of the tensor, as tensor parallelism leaves it to a rank, c
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -48,6 +48,8 @@ from torch.optim import Optimizer
 
 from onefold.checkpoint.apply import set_options
 from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.parts import groups_of
+from onefold.checkpoint.saving import check_moment, optimizers_of
 from onefold.checkpoint.together import Together
 from onefold.layout.holders import BoxInterval, TensorBox, whole_region
 from onefold.optim.faced_states import stepped_elsewhere
@@ -58,12 +60,13 @@ from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.dicts import contents, takes_extra_state
+from onefold.wording import few
 
 _WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")
 
 
 def dcp_state_dict(
-    model: nn.Module, optimizer: Optimizer | Iterable[Optimizer] | None = None
+    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer] | None = None
 ) -> dict[str, Any]:
     """Return the state dict of a sharded model for `torch.distributed.checkpoint.save`,
     `async_save` and `load`: {"model": ..., "optimizer": ...}.
@@ -102,9 +105,7 @@ def dcp_state_dict(
     """
     state: dict[str, Any] = {"model": ModelState(model)}
     if optimizer is not None:
-        state["optimizer"] = OptimizerState(
-            model, [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-        )
+        state["optimizer"] = OptimizerState(model, optimizers_of(optimizer))
     return state
 
 
@@ -124,13 +125,8 @@ class _State:
                 " dcp_state_dict."
             )
 
-    def _check(self) -> None:
-        if self.engine.stack or self.engine.full_params_depth:
-            where = "a forward pass" if self.engine.stack else "onefold.full_params"
-            raise CheckpointError(
-                f"a sharded model was to be saved or loaded inside {where}; do it outside, between"
-                " steps."
-            )
+    def _check(self, optimizers: Sequence[Optimizer] = ()) -> None:
+        check_moment(self.engine, "dcp_state_dict", optimizers)
         # A load writes to these tensors in place, and host-to-device copies may still read them
         self.engine.transfers.up.wait()
 
@@ -196,12 +192,6 @@ class OptimizerState(_State):
 
     def __init__(self, model: nn.Module, optimizers: list[Optimizer]) -> None:
         super().__init__(model)
-        for optimizer in optimizers:
-            if not isinstance(optimizer, Optimizer):
-                raise CheckpointError(
-                    f"dcp_state_dict was given a {type(optimizer).__name__} as optimizer, expected"
-                    " a torch.optim one."
-                )
         self.optimizers = optimizers
 
     def state_dict(self) -> dict[str, Any]:
@@ -212,7 +202,7 @@ class OptimizerState(_State):
         the values after one step with zero gradients, with `step` reset to 0. The optimizers do not
         change.
         """
-        self._check()
+        self._check(self.optimizers)
         for optimizer in self.optimizers:
             meet(optimizer)
         state: dict[str, Any] = {}
@@ -235,18 +225,14 @@ class OptimizerState(_State):
                     stateless.update([] if values else [id(group)])
                 if values:
                     state[name] = {k: _part(entry, value, k, whole) for k, value in values.items()}
-            names = {id(entry.param): name for *_, name, entry in self._parameters()}
             # Tensors are copied, not aliased: DCP loads groups by position, but the checkpoint's
             # groups may be in another order. `_take_options` matches them by their parameters.
             groups = [
                 {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()}
-                | {"params": [names[id(p)] for p in group["params"]]}
-                for group in self._groups()
+                | {"params": [_clean(entry.name) for entry in entries]}
+                for _, group, entries in self._groups()
             ]
         return {"state": state, "param_groups": groups}
-
-    def _groups(self) -> Iterator[dict[str, Any]]:
-        return (group for optimizer in self.optimizers for group in optimizer.param_groups)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Finish a load into the dict that `state_dict()` returned: take over new state, scalars
@@ -277,38 +263,29 @@ class OptimizerState(_State):
                 show_states(optimizer)
                 stepped_elsewhere(optimizer, params, loaded=True)
 
+    def _groups(self) -> Iterator[tuple[Optimizer, dict[str, Any], list[Entry]]]:
+        known = {id(e.param): e for e in self.engine.entries}
+        for optimizer in self.optimizers:
+            yield from ((optimizer, *group) for group in groups_of(optimizer, known))
+
     def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, Entry]]:
         """Yield what the optimizers step. A tied parameter has its first name, as in torch."""
-        entries = {id(e.param): e for e in self.engine.entries}
-        for optimizer in self.optimizers:
-            for at, group in enumerate(optimizer.param_groups):
-                for number, param in enumerate(group["params"]):
-                    if id(param) not in entries:
-                        raise CheckpointError(
-                            f"parameter {number} of group {at} of the {type(optimizer).__name__} is"
-                            " none of the sharded model's: make the optimizer from"
-                            " model.parameters() after onefold.shard(model)."
-                        )
-                    entry = entries[id(param)]
-                    yield optimizer, group, _clean(entry.name), entry
+        for optimizer, group, entries in self._groups():
+            yield from ((optimizer, group, _clean(entry.name), entry) for entry in entries)
 
     def _take_options(self, loaded: list[dict[str, Any]]) -> None:
         """Set each group's options from the loaded group that has the same parameters."""
-        group_of = {name: at for at, group in enumerate(loaded) for name in group["params"]}
-        names = {id(entry.param): name for *_, name, entry in self._parameters()}
-        for group in self._groups():
-            here = [names[id(p)] for p in group["params"]]
-            found = sorted({group_of[name] for name in here if name in group_of})
+        for _, group, entries in self._groups():
+            here = {_clean(entry.name) for entry in entries}
+            found = [saved for saved in loaded if not here.isdisjoint(saved["params"])]
             if here and len(found) != 1:
-                where = f"in its groups {found}" if found else "in none of its groups"
                 raise CheckpointError(
-                    "a parameter group holds"
-                    f" {', '.join(map(repr, here[:3]))}{' ...' if here[3:] else ''}, which the"
-                    f" checkpoint has {where}. Give the optimizer the parameter groups that the"
+                    f"a parameter group holds {few(map(repr, sorted(here)), 3)}, which the checkpoint has"
+                    f" in {len(found)} groups. Give the optimizer the parameter groups that the"
                     " checkpoint was saved with; their order is free."
                 )
             if found:
-                set_options(group, loaded[found[0]])
+                set_options(group, found[0])
 
 
 def _clean(name: str) -> str:
@@ -373,13 +350,12 @@ def _local(entry: Entry, leaf: Any, whole: Owned | None) -> Any:
 
 def _take(what: str, target: torch.Tensor, given: Any) -> None:
     """Copy a loaded value into `target`, unless DCP has loaded it there already."""
+    given = torch.tensor(given) if isinstance(given, (int, float)) else given  # a step count
     into, value = (x.local if isinstance(x, DCPInterval) else x for x in (target, given))
-    if isinstance(given, (int, float)) and into.dim() == 0:
-        into.fill_(given)
-    elif _kind(target) != _kind(given):
+    if _kind(target) != _kind(given):
         said = f"{what}: given {_kind(given)}, expected {_kind(target)}."
         raise CheckpointError(f"{said} Load into what state_dict() of the same object returned.")
-    elif value.data_ptr() != into.data_ptr():
+    if value.data_ptr() != into.data_ptr():
         into.copy_(value)
 
 

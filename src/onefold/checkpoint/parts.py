@@ -246,15 +246,8 @@ def _collect_optimizers(
     for optimizer in optimizers:
         meet(optimizer)
         kind, groups = type(optimizer).__name__, []
-        for number, group in enumerate(optimizer.param_groups):
-            foreign = [i for i, p in enumerate(group["params"]) if id(p) not in known]
-            if foreign:
-                raise CheckpointError(
-                    f"parameter {foreign[0]} in group {number} of {kind} belongs to another model than"
-                    " the one given: make the optimizer of model.parameters() after shard(), and give"
-                    " both to one save or load."
-                )
-            names = [here[id(p)].name for p in group["params"] if id(p) in here]
+        for number, (group, entries) in enumerate(groups_of(optimizer, known)):
+            names = [entry.name for entry in entries if id(entry.param) in here]
             if engine.rank == 0:
                 groups.append(encode({**group, "params": names}, f"group {number} of {kind}"))
         said.append({"class": kind, "groups": groups})
@@ -330,6 +323,22 @@ def _chosen(entries: Collection[Entry], frozen: bool | Collection[str]) -> set[E
             f"frozen={what}: expected True, False, or a list with names of the model's parameters."
         )
     return {e for e in entries if e.param.requires_grad or not names.isdisjoint(e.names)}
+
+
+def groups_of(
+    optimizer: torch.optim.Optimizer, known: Mapping[int, Entry]
+) -> list[tuple[dict[str, Any], list[Entry]]]:
+    """Return the groups of an optimizer, and the entries of their parameters. `known`: by id(parameter).
+    Raises: CheckpointError: one belongs to another model.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if foreign := [i for i, p in enumerate(group["params"]) if id(p) not in known]:
+            raise CheckpointError(
+                f"parameter {foreign[0]} in group {number} of {type(optimizer).__name__} belongs to"
+                " another model than the one given: make the optimizer of model.parameters() after"
+                " shard(), and give both to one save or load."
+            )
+    return [(group, [known[id(p)] for p in group["params"]]) for group in optimizer.param_groups]
 
 
 def of_stage(
