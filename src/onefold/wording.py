@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import re
 from collections.abc import Iterable
 
@@ -20,6 +21,24 @@ def did_you_mean(given: str, known: Iterable[str], most: int = 1) -> str:
     return (
         f"Did you mean {' or '.join(map(repr, near))}?" if near else f"Known: {', '.join(names)}."
     )
+
+
+#: What to do where the system refuses to write.
+_HINTS = {
+    errno.ENOSPC: "free space there, or choose another disk",
+    errno.EDQUOT: "the quota is used up: free space, or choose another disk",
+    errno.EROFS: "the file system is read-only: choose another folder",
+    errno.EACCES: "choose a folder that this user may write to",
+    errno.ENOTDIR: "a part of the path is a file: choose another folder",
+    errno.EEXIST: "a file of this name is in the way: choose another folder",
+}
+
+
+def in_words(error: OSError) -> str:
+    """Describe an OSError, with a hint what to do."""
+    where = f" ({error.filename})" if error.filename else ""
+    hint = _HINTS.get(error.errno or 0)
+    return f"{error.strerror or error}{where}" + (f"; {hint}" if hint else "")
 
 
 def few(names: Iterable[str], count: int = 5, between: str = ", ") -> str:

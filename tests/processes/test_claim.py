@@ -130,9 +130,9 @@ def test_a_claim_that_is_undone_leaves_no_folder_and_a_new_name_is_nobody_elses(
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("file", "is a file; name a folder"),
+        ("file", "a file of this name is in the way"),
         ("file/run", "a part of the path is a file"),
-        ("/proc/onefold", "name a folder that this user may write to"),
+        ("/proc/onefold", "onefold cannot be written: No such file"),
         ("x" * 300, "cannot be written"),
     ],
 )

@@ -98,9 +98,7 @@ def test_data_that_cannot_be_read_is_told_in_a_sentence(place: Path, case: str) 
 
 def test_a_folder_that_cannot_be_written_or_is_not_free_is_told_in_a_sentence(place: Path) -> None:
     data = ["--data", "ok.txt"]
-    assert "--output ok.txt is a file; name a folder." in refused(
-        place, *data, "--output", "ok.txt"
-    )
+    assert "a file of this name is in the way" in refused(place, *data, "--output", "ok.txt")
     assert "a part of the path is a file" in refused(place, *data, "--output", "ok.txt/run")
     assert "/proc/run cannot be written" in refused(place, *data, "--output", "/proc/run")
     written("old/metrics.jsonl", "")(place)
@@ -114,7 +112,7 @@ def test_a_folder_that_cannot_be_written_or_is_not_free_is_told_in_a_sentence(pl
     claim.release()
     if os.geteuid():  # root may write anywhere
         (place / "closed").mkdir(mode=0o500)
-        assert "closed/run cannot be written (Permission denied)" in refused(
+        assert "closed/run cannot be written: Permission denied" in refused(
             place, *data, "--output", "closed/run"
         )
 

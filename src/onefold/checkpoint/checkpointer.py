@@ -11,13 +11,14 @@ from torch import nn
 
 from onefold.checkpoint.background import Background, running
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.folder import in_words, newest_first, prune, remove_litter
+from onefold.checkpoint.folder import newest_first, prune, remove_litter
 from onefold.checkpoint.loading import Loaded, load
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.saving import save, save_async, step_of
 from onefold.checkpoint.together import Together, meet
 from onefold.locks import Lock
 from onefold.runtime.hooks import engine_of
+from onefold.wording import in_words
 
 LOCK = ".lock"
 #: Seconds that a start waits for the lock. The system may take a moment to release the lock of a

@@ -27,6 +27,7 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.manifest import MANIFEST, read_manifest
 from onefold.checkpoint.progress import moved
 from onefold.locks import Lock
+from onefold.wording import in_words
 
 OWNER = "owner"
 #: The folder of checkpoints in the output folder of `onefold train`.
@@ -37,14 +38,6 @@ YOUNG = 60.0
 OLD = 24 * 3600.0
 _HIDDEN = re.compile(r"^\.(?P<name>.+)\.[0-9a-f]{8}\.(?P<what>unfinished|removed|replaced)$")
 _OF_A_RUN = re.compile(r"^step-\d+$")
-_HINTS = {
-    errno.ENOSPC: "free space there, or choose another disk",
-    errno.EDQUOT: "the quota is used up: free space, or choose another disk",
-    errno.EROFS: "the file system is read-only: choose another folder",
-    errno.EACCES: "choose a folder that this user may write to",
-    errno.ENOTDIR: "a part of the path is a file: choose another folder",
-    errno.EEXIST: "a file of this name is in the way: choose another folder",
-}
 #: What the system says of a disk that takes no more.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
@@ -277,10 +270,3 @@ def remove(checkpoint: Path) -> None:
     aside = checkpoint.with_name(f".{checkpoint.name}.{secrets.token_hex(4)}.removed")
     os.rename(checkpoint, aside)
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def in_words(error: OSError) -> str:
-    """Describe an OSError, with a hint what to do."""
-    where = f" ({error.filename})" if error.filename else ""
-    hint = _HINTS.get(error.errno or 0)
-    return f"{error.strerror or error}{where}" + (f"; {hint}" if hint else "")

@@ -27,7 +27,7 @@ from torch import nn
 
 from onefold.checkpoint.background import Background, Copying
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import FULL, OWNER, Unfinished, flush, in_words
+from onefold.checkpoint.folder import FULL, OWNER, Unfinished, flush
 from onefold.checkpoint.manifest import (
     STATE,
     FileRecord,
@@ -53,7 +53,7 @@ from onefold.runtime.agree import difference
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.state.dicts import beside_parameters
-from onefold.wording import readable
+from onefold.wording import in_words, readable
 
 Models = nn.Module | Sequence[nn.Module]
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None

@@ -16,13 +16,13 @@ import torch
 
 from onefold.checkpoint.background import settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.folder import in_words
 from onefold.checkpoint.progress import Signs
 from onefold.comm import CollectiveContext, Group, StallError
 from onefold.comm.pending import CHECKPOINT, stall_error
 from onefold.runtime.engine import Engine
 from onefold.runtime.parts import tell_all
 from onefold.runtime.uninitialized import UninitializedError
+from onefold.wording import in_words
 
 _T = TypeVar("_T")
 

@@ -15,7 +15,7 @@ from typing import Any
 import typer
 
 from onefold.cli.options import refuse
-from onefold.wording import few, readable
+from onefold.wording import few, in_words, readable
 
 #: The most rows of a table that people see; --json has them all.
 MOST = 40
@@ -75,7 +75,6 @@ def answered(command: Callable[..., int]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         import torch  # noqa: F401, before Ctrl-C becomes an exception
 
-        from onefold.checkpoint.folder import in_words
         from onefold.processes.signals import interruptible
 
         as_json = given["as_json"]

@@ -22,13 +22,12 @@ from pathlib import Path
 import torch
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
-from onefold.checkpoint.folder import in_words
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import CHECKSUM, MANIFEST, STATE, Record, StoredPiece
 from onefold.checkpoint.tensorfile import CHUNK, DTYPES
 from onefold.checkpoint.values import decode
 from onefold.reading import open_regular
-from onefold.wording import few
+from onefold.wording import few, in_words
 
 Advance = Callable[[int], object]
 #: (a tensor, one of its pieces in a file).

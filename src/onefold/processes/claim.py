@@ -10,15 +10,13 @@ this module does not import torch.
 from __future__ import annotations
 
 import contextlib
-import errno
-import os
 import sys
 import time
 import warnings
 from pathlib import Path
 
 from onefold.locks import Lock
-from onefold.wording import TrainError
+from onefold.wording import TrainError, in_words
 
 LOCK = "run.lock"
 
@@ -70,13 +68,4 @@ class Claim:
 
 def cannot_be_written(folder: Path, error: OSError) -> str:
     """Return an error message that says what to do."""
-    if os.path.exists(folder) and not os.path.isdir(folder):
-        return f"--output {folder} is a file; name a folder."
-    part = "a part of the path is a file; name another folder"
-    hint = {
-        errno.ENOSPC: "free space there, or name a folder on another disk",
-        errno.EDQUOT: "the quota is used up; name a folder elsewhere",
-        errno.ENOTDIR: part,
-        errno.EEXIST: part,
-    }.get(error.errno or 0, "name a folder that this user may write to")
-    return f"--output {folder} cannot be written ({error.strerror or error}): {hint}."
+    return f"--output {folder} cannot be written: {in_words(error)}."
