@@ -35,7 +35,7 @@ from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.manifest import MANIFEST, STATE
 from onefold.checkpoint.values import refuse_another_state
 from onefold.inspection.diff import differences
-from onefold.inspection.summary import glance, summarize
+from onefold.inspection.summary import summarize
 from onefold.inspection.verify import examine
 from onefold.pretrained.huggingface import HuggingFaceSource
 from onefold.reading import LARGEST
@@ -207,7 +207,6 @@ def test_what_a_stranger_has_written_is_refused_by_all_that_reads_it(
         if name in HOSTILE:
             with contextlib.suppress(CheckpointError):  # a later version is refused by verify too
                 assert examine(place)
-        glance(place)
         with contextlib.suppress(CheckpointError), contextlib.closing(source_of(place)) as source:
             summarize(source, place)
             with contextlib.closing(source_of(saved.path)) as other:

@@ -189,11 +189,6 @@ def remove_litter(root: Path, name: str | None = None) -> list[Path]:
     return removed
 
 
-def is_unfinished(folder: Path) -> bool:
-    """Return whether `folder` is the hidden folder of a save, under way or crashed."""
-    return folder.is_dir() and _HIDDEN.match(folder.name) is not None
-
-
 def _is_held(folder: Path) -> bool:
     """Return whether a running process writes into `folder`. A young folder without an `owner` file
     counts as held: its process is about to lock it.

@@ -36,7 +36,7 @@ Path_ = Annotated[
         metavar="PATH",
         help=(
             "A checkpoint of Onefold, DeepSpeed or Hugging Face; or a folder of them, or of a run:"
-            " inspect lists each, verify verifies each, the others take the newest."
+            " verify verifies each, the others take the newest."
         ),
         show_default=False,
     ),
@@ -64,19 +64,15 @@ def inspect_command(
     """Say what a checkpoint holds: step, versions, ranks it was saved with, tensors, optimizer
     groups, what resumes. Reads no tensor.
 
-    A folder of checkpoints, or a run's output folder, is listed instead, the newest first, with
-    those that are not whole.
+    Of a folder of checkpoints, or a run's output folder, the newest, and the names of all.
     """
-    from onefold.checkpoint.folder import of_run
-    from onefold.inspection.summary import listed, summarize
+    from onefold.checkpoint.folder import newest_first, of_run
+    from onefold.inspection.summary import summarize
 
     path = of_run(path)
-    rows = [] if (path / "manifest.json").exists() else listed(path)
-    if rows:
-        show(as_json, "list", {"path": str(path), "checkpoints": rows})
-        return int(any(row["wrong"] and not row["name"].startswith(".") for row in rows))
     with contextlib.closing(_opened(path)) as source:
         found = summarize(source, path)
+    found["checkpoints"] = [folder.name for folder in newest_first(path, damaged=True)]
     each = found.pop("each tensor")
     if tensors or only:
         found["each tensor"] = [row for row in each if fnmatchcase(row["name"], only or "*")]
@@ -168,34 +164,31 @@ def diff_command(
     they differ.
     """
     from onefold.checkpoint.tensorfile import numel_of
-    from onefold.inspection.diff import PARTS, differences
+    from onefold.inspection.diff import OWN, PARTS, differences
 
     chosen = only or (["weights", "optimizer"] if names else PARTS)
     if not {*chosen} <= {*PARTS}:
         raise ValueError(f"--only: expected {', '.join(PARTS)}.")
     with contextlib.closing(_opened(first)) as one, contextlib.closing(_opened(second)) as other:
+        ours = one.form == other.form == "Onefold"
+        parts = [part for part in PARTS if part in chosen and (ours or part not in OWN)]
         elements = sum(numel_of(stored.shape) for stored in one.items().values())
         with progress(f"comparing {first.name} and {second.name}", elements, as_json) as advance:
-            found = differences(
-                one, other, parts=[part for part in PARTS if part in chosen], advance=advance,
+            rows = differences(
+                one, other, parts=parts, advance=advance,
                 wanted=lambda name: names is None or fnmatchcase(name, names),
             )  # fmt: skip
         made = [
             {"from": s.describe, "step": s.step, "created": s.created, **s.saved_by}
             for s in (one, other)
         ]
-    columns = "part", "compared tensors", "differing tensors", "differing values"
-    parts: list[dict[str, Any]] = [
-        dict(zip(columns, (part, compared, *found.differing(part)), strict=True))
-        for part, compared in found.compared.items()
-    ]
-    why = "not compared: only Onefold's checkpoints say it"
-    parts += [{"part": part, "why": why} for part in found.skipped]
-    rows = {"parts": parts, "tensors": found.tensors, "values": found.values}
-    said = {"first": made[0], "second": made[1], **rows}
-    result = "the same" if found.equal else "they differ"
-    show(as_json, "diff", {"equal": found.equal, **said, "result": result})
-    return int(not found.equal)
+    said = {"first": made[0], "second": made[1], "differences": rows, "compared": parts}
+    show(
+        as_json,
+        "diff",
+        {"equal": not rows, **said, "result": "they differ" if rows else "the same"},
+    )
+    return int(bool(rows))
 
 
 def _opened(path: Path) -> Source:

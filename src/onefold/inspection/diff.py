@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.source import Item, Source, Stored
+from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.tensorfile import bytes_of, numel_of
 from onefold.checkpoint.values import decode
 
@@ -33,39 +32,7 @@ PARTS = tuple(KINDS_OF)
 OWN = ("rest", "random")
 REST = ("step", "scheduler", "scaler", "data", "extra", "extra_state")
 
-Advance = Callable[[int], object]
 Row = dict[str, Any]
-
-
-@dataclass
-class Difference:
-    """The result of a comparison.
-
-    Attributes:
-        tensors: a row for each tensor that differs: kind, name, state, what ("only in the first", "only in
-            the second", "shape", "dtype" or "values"), first and second (dtype and shape there), differing
-            (elements), largest (the greatest |a - b|; nan if one is NaN; 0 if only bits differ) and at (its
-            flattened index).
-        values: a row for each other value that differs: part, where, first, second.
-        compared: {part: number of tensors that both have}.
-        skipped: requested parts that could not be compared, because another library saved one of
-            the checkpoints.
-    """
-
-    tensors: list[Row] = field(default_factory=list)
-    values: list[Row] = field(default_factory=list)
-    compared: dict[str, int] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-
-    @property
-    def equal(self) -> bool:
-        """Whether runs that resume from the two checkpoints would do the same."""
-        return not self.tensors and not self.values
-
-    def differing(self, part: str) -> tuple[int, int]:
-        """Return the number of (tensors, values) of a part that differ."""
-        tensors = sum(row["kind"] in KINDS_OF[part] for row in self.tensors)
-        return tensors, sum(row["part"] == part for row in self.values)
 
 
 def differences(
@@ -74,81 +41,73 @@ def differences(
     *,
     parts: Collection[str] = PARTS,
     wanted: Callable[[str], bool] = lambda name: True,
-    advance: Advance = lambda n: None,
-) -> Difference:
-    """Return every difference between two sources in the given `parts`.
+    advance: Callable[[int], object] = lambda n: None,
+) -> list[Row]:
+    """Return a row for each tensor and each other value that differs between two sources: part, where,
+    first and second (a value; of a tensor dtype and shape; "absent"). Of tensors of one shape also
+    differing (elements), largest (the greatest |a - b|; nan if one is NaN; 0 if only bits differ) and
+    at (its flattened index).
 
     Args:
+        parts: those in `OWN` are in Onefold's checkpoints only.
         wanted: returns, for the name of a parameter, whether to compare its tensors and scalars.
         advance: called with the number of elements compared since its last call.
 
     Raises:
         CheckpointError: one of the sources cannot be read, or is damaged.
     """
-    if not (isinstance(first, FolderSource) and isinstance(second, FolderSource)):
-        skipped = [part for part in parts if part in OWN]
-        parts = [part for part in parts if part not in OWN]
-    else:
-        skipped = []
     kinds = {kind: part for part in parts for kind in KINDS_OF[part]}
-    found = Difference(compared=dict.fromkeys(parts, 0), skipped=skipped)
-    named = [
-        _by_name(
-            source, lambda item: item.kind in kinds and (item.kind == "rng" or wanted(item.name))
-        )
-        for source in (first, second)
-    ]
-    for a, b in _paired(*named):
-        one, other = (first.stored(a) if a else None), (second.stored(b) if b else None)
-        item = a or b
+    rows: list[Row] = []
+    pairs = _paired(
+        first, second, lambda i: i.kind in kinds and (i.kind == "rng" or wanted(i.name))
+    )
+    for a, b in pairs:
+        item, one, other = a or b, _shown(first, a), _shown(second, b)
         assert item is not None
-        row = {**asdict(item), "what": "", "first": _shown(one), "second": _shown(other)}
-        if a is None or b is None or one is None or other is None:
-            row["what"] = f"only in the {'first' if a else 'second'}"
-        else:
-            found.compared[kinds[item.kind]] += 1
-            if one.shape != other.shape:
-                row["what"] = "shape"
-            elif (looked := _tensors(first, second, a, b, advance))["differing"]:
-                row |= {"what": "values", **looked}
-            elif one.dtype != other.dtype:
-                row["what"] = "dtype"
-        if row["what"]:
-            found.tensors.append(row)
-    names = {item.name for items in named for item in items.values() if item.kind == "parameter"}
+        values: Row = {}
+        if a and b and first.stored(a).shape == second.stored(b).shape:
+            values = _values(first, second, a, b, advance)
+        if values or one != other:
+            row = {"part": kinds[item.kind], "where": str(item), "first": one, "second": other}
+            rows.append(row | values)
+    sides = first, second
+    names = {i.name for s in sides for i in s.items() if i.kind == "parameter" and wanted(i.name)}
     for part, of in {"optimizer": lambda s: _optimizer(s, sorted(names)), "rest": _rest}.items():
-        one_side, other_side = (
-            dict(_flat(of(s))) if part in parts else {} for s in (first, second)
-        )
-        for where in dict.fromkeys((*one_side, *other_side)):
-            x, y = one_side.get(where, "absent"), other_side.get(where, "absent")
+        here, there = (dict(_flat(of(s))) if part in parts else {} for s in sides)
+        for where in {**here, **there}:
+            x, y = here.get(where, "absent"), there.get(where, "absent")
             if x != y and repr(x) != repr(y):  # a NaN is itself
-                found.values.append({"part": part, "where": where, "first": x, "second": y})
-    return found
-
-
-def _by_name(source: Source, wanted: Callable[[Item], bool]) -> dict[tuple[str, ...], Item]:
-    """Return the tensors by part, name and state. A tied one has several names; a parameter may be a
-    buffer elsewhere.
-    """
-    others, found = source.other_names(), dict[tuple[str, ...], Item]()
-    for item in filter(wanted, source.items()):
-        kind = "weight" if item.kind in KINDS_OF["weights"] else item.kind
-        for name in (item.name, *others.get(item.name, ())):
-            found[kind, name, item.state] = item
-    return found
+                rows.append({"part": part, "where": where, "first": x, "second": y})
+    return rows
 
 
 def _paired(
-    here: Mapping[tuple[str, ...], Item], there: Mapping[tuple[str, ...], Item]
+    first: Source, second: Source, wanted: Callable[[Item], bool]
 ) -> list[tuple[Item | None, Item | None]]:
-    """Return (item of the first, item of the second); None where one lacks it under all its names."""
-    pairs = dict.fromkeys((here.get(key), there.get(key)) for key in {**here, **there})
-    met = {item for pair in pairs if None not in pair for item in pair}
-    return [pair for pair in pairs if None not in pair or met.isdisjoint(pair)]
+    """Return (tensor of the first, the same of the second); None where one lacks it."""
+    pairs = [(a, _same(first, a, second)) for a in filter(wanted, first.items())]
+    met = {b for _, b in pairs}
+    left = (b for b in filter(wanted, second.items()) if b not in met)
+    return [*pairs, *((_same(second, b, first), b) for b in left)]
 
 
-def _tensors(first: Source, second: Source, a: Item, b: Item, advance: Advance) -> Row:
+def _same(source: Source, item: Item, other: Source) -> Item | None:
+    """Return the tensor of another source that has one of the names of `item`. A parameter may be a
+    buffer there.
+    """
+    names = item.name, *source.other_names().get(item.name, ())
+    alike = KINDS_OF["weights"] if item.kind in KINDS_OF["weights"] else (item.kind,)
+    for name in (*names, *map(other.stored_name, names)):
+        for kind in alike:
+            if (found := Item(kind, name, item.state)) in other.items():
+                return found
+    return None
+
+
+def _values(
+    first: Source, second: Source, a: Item, b: Item, advance: Callable[[int], object]
+) -> Row:
+    """Return how the values of two tensors of one shape differ; {} if they are the same."""
     stored, numel = first.stored(a), numel_of(first.stored(a).shape)
     dtype = stored.dtype if stored.dtype == second.stored(b).dtype else torch.float64
     seen: Row = {"differing": 0, "largest": -1.0, "at": -1}
@@ -167,13 +126,16 @@ def _tensors(first: Source, second: Source, a: Item, b: Item, advance: Advance) 
         at = int(torch.where(differs, gap.nan_to_num(math.inf), -1.0).argmax())
         seen["differing"] += int(differs.sum())
         largest = float(gap[at])
-        if differs[at] and (largest > seen["largest"] or math.isnan(largest)):
+        if largest > seen["largest"] or math.isnan(largest):
             seen |= {"largest": largest, "at": start + at}
-    return seen
+    return seen if seen["differing"] else {}
 
 
-def _shown(tensor: Stored | None) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}" if tensor else ""
+def _shown(source: Source, item: Item | None) -> str:
+    if item is None:
+        return "absent"
+    stored = source.stored(item)
+    return f"{str(stored.dtype).removeprefix('torch.')} {list(stored.shape)}"
 
 
 def _optimizer(source: Source, names: Iterable[str]) -> dict[str, Any]:

@@ -9,14 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import is_unfinished
 from onefold.checkpoint.folder_source import FolderSource
-from onefold.checkpoint.manifest import path_in, read_manifest
 from onefold.checkpoint.source import KINDS, Source
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.inspection.verify import is_like_a_checkpoint
-from onefold.wording import few
+from onefold.checkpoint.values import short
 
 Row = dict[str, Any]
 #: What resumes besides the model and the optimizer.
@@ -81,47 +77,9 @@ def _resumes(source: Source) -> Iterator[tuple[str, str]]:
         states = sorted({item.state for item in source.items() if item.kind == "state"})
         yield "optimizer", ", ".join(states) or "groups alone: it has not stepped"
     if ranks := sum(item.kind == "rng" for item in source.items()):
-        yield "random states", f"of {ranks} rank{'s' if ranks > 1 else ''}"
+        yield "random states", f"ranks: {ranks}"
     for name in VALUES:
         # The JSON value itself, so that its tensors are not read
         value = source.state.get(name) if isinstance(source, FolderSource) else source.value(name)
         if value is not None:
-            text = str(value)
-            yield name, text if len(text) <= 100 else f"{text[:96]} ..."
-
-
-def listed(root: Path) -> list[Row]:
-    """List the checkpoints in `root`, newest first; damaged and unfinished ones are last."""
-    left = "belongs to a save under way, or a killed one has left it: the next start removes it"
-    found: list[Row] = []
-    for folder in root.iterdir() if root.is_dir() else ():
-        if is_unfinished(folder):
-            found.append({"name": folder.name, "step": None, "wrong": left})
-        elif not folder.name.startswith(".") and is_like_a_checkpoint(folder):
-            found.append(glance(folder))
-    return sorted(found, key=lambda row: (row["step"] or -1, row["name"]), reverse=True)
-
-
-def glance(folder: Path) -> Row:
-    """Describe a checkpoint by its manifest and by the names and sizes of its files. `wrong`: why it is
-    not complete, judged by these alone.
-    """
-    row: Row = {"name": folder.name, "step": None}
-    try:
-        manifest = read_manifest(folder)
-        ranks = manifest.saved_by.get("world_size")
-        size = sum(file.nbytes for file in manifest.files.values())
-        row |= {"step": manifest.step, "saved": manifest.created, "ranks": ranks, "bytes": size}
-        sizes = {
-            name: (path.stat().st_size if path.is_file() else 0, recorded.nbytes)
-            for name, recorded in manifest.files.items()
-            for path in [path_in(folder, name)]
-        }
-        wrong = [
-            f"{name}: {there} instead of {due} bytes"
-            for name, (there, due) in sizes.items()
-            if there != due
-        ]
-    except CheckpointError as error:
-        wrong = [str(error)]
-    return {**row, "wrong": few(wrong, 3, "; ")}
+            yield name, short(value)
