@@ -36,6 +36,7 @@ from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
+from onefold.wording import few
 
 #: Options of a parameter group that choose an implementation only. A load does not change them.
 LOCAL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
@@ -65,33 +66,27 @@ class Filling:
         self.engine, self.source = engine, source
         self.error: Exception | None = None
         self._buffer = torch.empty(CHUNK * 8, dtype=torch.uint8, device="cpu")  # in fp64 at most
-        self.found: dict[str, Item] = {}
-        self.buffers: dict[Item, torch.Tensor] = {}
         items = source.items()
         own = {item.name: item.state for item in items if item.kind == "buffer" and item.state}
         held, odd = beside_parameters(engine, module)
         places = engine.buffers.places(held) if own else {}
-        # The tiles of one parameter all report the same name: report it once
-        missing, wrong = dict[str, None](), dict[str, None]()
-
-        def matches(name: str, item: Item | None, shape: Sequence[int]) -> bool:
-            if item is None or item not in items:
-                missing[name] = None
-            elif items[item].shape != tuple(shape):
-                wrong[f"{name}: {items[item].shape} in it, {tuple(shape)} in the model"] = None
-            else:
-                return True
-            return False
-
-        for entry in engine.entries:
-            item = source.parameter(entry.names)
-            if matches(entry.name, item, entry.shape) and item is not None:
-                self.found[entry.name] = item
+        wanted = [
+            (e.name, source.parameter(e.names) or Item("parameter", e.name), e.shape)
+            for e in engine.entries
+        ]
         for name, tensor in held.items():
             item = Item("buffer", name, places[name][1] if name in own else "")
-            if matches(name, item, tensor.shape):
-                self.buffers[item] = tensor
-        if strict and (elsewhere := [name for name in missing if name in own]):
+            wanted.append((name, item, tuple(tensor.shape)))
+        there = [each for each in wanted if each[1] in items]
+        wrong = [
+            f"{name}: {items[item].shape} in it, {shape} in the model"
+            for name, item, shape in there
+            if items[item].shape != shape
+        ]
+        self.found = {name: item for name, item, _ in there if item.kind == "parameter"}
+        self.buffers = {item: held[name] for name, item, _ in there if item.kind == "buffer"}
+        self.missing = [name for name, item, _ in wanted if item not in items]
+        if strict and (elsewhere := [name for name in self.missing if name in own]):
             name = elsewhere[0]
             raise CheckpointError(
                 f"{source.describe} has other values of buffer {name!r} for ranks with other parts of"
@@ -101,11 +96,11 @@ class Filling:
             )
         if wrong:
             raise CheckpointError(
-                f"{source.describe} is of another model: shapes differ. {'; '.join([*wrong][:5])}."
+                f"{source.describe} is of another model: shapes differ. {few(wrong, 5, '; ')}."
             )
         taken = {*self.found.values(), *(i for i in items if i.kind == "buffer" and i.name in held)}
         left = {i.name for i in items if i.kind in ("parameter", "buffer") and i not in taken}
-        self.missing, self.unexpected = [*missing], sorted(left)
+        self.unexpected = sorted(left)
         # A source that was fitted to the model lists tensors without a place there, not in items()
         self.unexpected += source.unexpected
         if isinstance(source, FolderSource):  # no other has extra states
@@ -295,15 +290,11 @@ def fit_groups(
     Without `strict`, stored groups may have further parameters, which these models do not have.
     Raises: CheckpointError: the source has no optimizer, or one with other parameter groups.
     """
-    groups = source.groups()
-    if not groups:
-        raise CheckpointError(
-            f"{source.describe} holds no optimizer; leave optimizer out, or give one that was saved"
-            " with it."
-        )
+    groups = source.groups() or []
     if len(groups) != len(optimizers):
         raise CheckpointError(
-            f"{source.describe} holds {len(groups)} optimizers, {len(optimizers)} were given."
+            f"{source.describe} holds {len(groups) or 'no'} optimizer, {len(optimizers)} were given: give"
+            " those that were saved with it, or none."
         )
     known = {id(e.param): e for engine in engines for e in engine.entries}
     states: dict[str, set[str]] = {}

@@ -37,13 +37,18 @@ class _Optimizer(BaseModel):
     groups: list[_Group]
 
 
+class _Data(BaseModel):
+    all: Any = None
+    ranks: list[Any] | None = None
+
+
 class _State(BaseModel):
     """The values of state.json that loads look into; each may be missing or null."""
 
     optimizers: list[_Optimizer] = []
     scalars: dict[str, dict[str, Any]] = {}
     extra_state: dict[str, Any] = {}
-    data: dict[str, Any] = {}
+    data: _Data = _Data()
     data_of: list[int] = []
 
 
@@ -115,12 +120,6 @@ class FolderSource(Source):
             raise DamagedCheckpoint(
                 f"{self.folder / name} is damaged: its SHA-256 is not the one in the manifest."
             )
-
-    def whole(self, item: Item) -> torch.Tensor:
-        self.stored(item)
-        for piece in self.records[item].pieces:  # before memory of this size is asked for
-            self._place_of(self.records[item], piece)
-        return super().whole(item)
 
     def stored(self, item: Item) -> Stored:
         if item not in self._items:

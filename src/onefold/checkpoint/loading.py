@@ -14,7 +14,7 @@ from torch import nn
 
 import onefold.checkpoint.per_rank as per_rank
 from onefold.checkpoint.apply import Filling, fit_groups
-from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
+from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import latest, newest_first, of_run
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.manifest import MANIFEST
@@ -29,7 +29,7 @@ from onefold.checkpoint.saving import (
 )
 from onefold.checkpoint.source import Source, closed_on_error, read_by_another
 from onefold.checkpoint.together import Together, raise_different
-from onefold.checkpoint.values import refuse_another_state, short
+from onefold.checkpoint.values import refuse_another_state
 from onefold.runtime.engine import Engine
 from onefold.runtime.state.dicts import takes_extra_state
 
@@ -198,7 +198,7 @@ def _apply(
             raise error
         if own is not None:
             extra, odd = own.value("extra"), own.value("extra_state") or {}
-            data = _of_rank(own.value("data") or {"all": None}, home)
+            data = _of_rank(own.value("data") or {}, home)
             if rng:
                 restore = per_rank.restored(own, home.rank, home.data_of)
     # From here on everything has been read, and its checksums are right
@@ -229,10 +229,8 @@ def _of_rank(data: dict[str, Any], together: Together) -> Any:
     """Return the `data` of this rank; None if ranks differed and their number has changed. Ranks
     that compute with the same data count as one.
     """
-    if not isinstance(data, dict) or not ("all" in data or isinstance(data.get("ranks"), list)):
-        raise DamagedCheckpoint(f"the checkpoint's position in the data is {short(data)}.")
-    if "all" in data:
-        return data["all"]
+    if "ranks" not in data:
+        return data.get("all")
     same = len(data["ranks"]) == together.data_ranks
     return data["ranks"][together.data_of[together.rank]] if same else None
 

@@ -464,22 +464,18 @@ def _joined(stages: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the optimizers of a model, whose groups have the parameters of the same groups of all its
     stages.
     """
+    options = [
+        [[{**group, "params": None} for group in o["groups"]] for o in each] for each in stages
+    ]
+    if any(each != options[0] for each in options):
+        raise CheckpointError(
+            "the optimizers of the stages have different groups, or groups with different options: give"
+            f" each stage's optimizer the same, empty groups included. They are {options}."
+        )
     first, *others = stages
     for other in others:
-        numbers = [[len(o["groups"]) for o in each] for each in (first, other)]
-        if numbers[0] != numbers[1]:
-            raise CheckpointError(
-                f"the stages have different numbers of groups of their optimizers: {numbers[0]},"
-                f" {numbers[1]}. Give each stage's optimizer the same groups, empty ones included."
-            )
-        for number, (one, two) in enumerate(zip(first, other, strict=True)):
-            for index, (ours, theirs) in enumerate(zip(one["groups"], two["groups"], strict=True)):
-                keys = (ours.keys() | theirs.keys()) - {"params"}
-                if unlike := sorted(k for k in keys if ours.get(k) != theirs.get(k)):
-                    raise CheckpointError(
-                        f"group {index} of optimizer {number} has other options in some stages"
-                        f" ({', '.join(unlike)}): give the optimizers of all stages the same."
-                    )
+        for one, two in zip(first, other, strict=True):
+            for ours, theirs in zip(one["groups"], two["groups"], strict=True):
                 ours["params"] += theirs["params"]
     return first
 

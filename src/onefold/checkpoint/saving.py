@@ -236,23 +236,15 @@ def check_moment(engine: Engine, call: str, optimizer: Optimizers) -> None:
     """Check that this is a moment to save or load, and that `optimizer` holds optimizers.
     Raises: CheckpointError: otherwise.
     """
-    if engine.stack:
-        raise CheckpointError(
-            f"{call}() was called inside a forward pass of the model; call it between two steps."
-        )
-    if engine.full_params_depth:
-        raise CheckpointError(
-            f"{call}() was called inside full_params(); leave it first, so that what was written"
-            " there is kept."
-        )
+    if engine.stack or engine.full_params_depth:
+        where = "a forward pass of the model" if engine.stack else "full_params()"
+        raise CheckpointError(f"{call}() was called inside {where}: call it between two steps.")
     given = optimizers_of(optimizer)
-    for one in given:
-        if not isinstance(one, torch.optim.Optimizer):
-            raise CheckpointError(
-                f"optimizer={one!r}: expected a torch.optim.Optimizer, or a list of them."
-            )
-    if len({id(one) for one in given}) < len(given):
-        raise CheckpointError("one optimizer was given twice; give each once.")
+    known = all(isinstance(one, torch.optim.Optimizer) for one in given)
+    if not known or len({id(one) for one in given}) < len(given):
+        raise CheckpointError(
+            f"optimizer={optimizer!r}: expected a torch.optim.Optimizer, or a list of them, each once."
+        )
 
 
 def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:

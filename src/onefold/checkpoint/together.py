@@ -103,16 +103,11 @@ class Together:
         """Return what `ask` returns on the first rank, which alone calls it.
         Raises: CheckpointError: on every rank, if it raises there.
         """
-        value, error = None, None
-        if self.rank == 0:
-            try:
+        value = None
+        with self.each_rank():
+            if self.rank == 0:
                 value = ask()
-            except Exception as raised:
-                error = worded(raised)
-        value, error = self.from_first((value, error))
-        if error is not None:
-            raise error
-        return cast("_T", value)
+        return cast("_T", self.from_first(value))
 
     def _exchange(self, value: Any, of: Iterable[int]) -> list[Any]:
         if self.size == 1:

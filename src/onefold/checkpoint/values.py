@@ -98,22 +98,17 @@ def _encode_array(value: Any, where: str, keep: Keep | None) -> Any:
             tensor = torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("=")))
         else:
             tensor = value.detach().resolve_conj().cpu().contiguous()
-    except (TypeError, ValueError, RuntimeError, NotImplementedError):
-        what = "array" if array else f"tensor ({value.layout}, {value.device})"
+        code = CODES[tensor.dtype]
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, KeyError):
         raise CheckpointError(
-            f"{where} is an {what} of {value.dtype}, which cannot be stored; give a plain one of"
-            " numbers."
+            f"{where} is an array or tensor of {value.dtype}, which cannot be stored; give a plain one"
+            f" of {', '.join(DTYPES)}."
         ) from None
-    if tensor.dtype not in CODES:
-        raise CheckpointError(
-            f"{where} is a tensor of {tensor.dtype}, which cannot be stored; known are"
-            f" {', '.join(DTYPES)}."
-        )
     name = "$array" if array else "$tensor"
     if tensor.numel() * tensor.element_size() > INLINE and keep is not None:
         return {name: {"stored": keep(tensor)}}
     data = base64.b64encode(bytes_of(tensor)).decode()
-    return {name: {"dtype": CODES[tensor.dtype], "shape": list(tensor.shape), "data": data}}
+    return {name: {"dtype": code, "shape": list(tensor.shape), "data": data}}
 
 
 def decode(value: Any, fetch: Fetch | None = None) -> Any:
