@@ -121,11 +121,6 @@ class FolderSource(Source):
                 f"{self.folder / name} is damaged: its SHA-256 is not the one in the manifest."
             )
 
-    def stored(self, item: Item) -> Stored:
-        if item not in self._items:
-            raise CheckpointError(f"{self.describe} holds no {item}.")
-        return self._items[item]
-
     def items(self) -> Mapping[Item, Stored]:
         return self._items
 

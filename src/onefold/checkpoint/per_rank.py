@@ -42,8 +42,8 @@ def random_of(source: FolderSource, rank: int) -> dict[str, Any]:
     """Return the state of generators that `rank` saved.
     Raises: CheckpointError: it is none. What the generators do not check themselves is checked here.
     """
-    text = bytes(source.whole(Item("rng", str(rank))).numpy())
     try:
+        text = bytes(source.whole(Item("rng", str(rank))).numpy())
         state: dict[str, Any] = decode(parse_json(text))
         random.Random().setstate(state["python"])
         np.random.RandomState().set_state(state["numpy"])
