@@ -9,7 +9,7 @@ import time
 from dataclasses import asdict
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -87,14 +87,11 @@ def verify_command(path: Path_, as_json: Json = False) -> int:
 
     Exit status 1 if anything is damaged or missing.
     """
-    from onefold.checkpoint.folder import of_run
-    from onefold.inspection.verify import examine, is_like_a_checkpoint
+    from onefold.checkpoint.folder import newest_first, of_run
+    from onefold.inspection.verify import examine
 
-    path = path if is_like_a_checkpoint(path) else of_run(path)
-    inside = sorted(path.iterdir()) if path.is_dir() and not is_like_a_checkpoint(path) else []
-    like = [p for p in inside if not p.name.startswith(".") and is_like_a_checkpoint(p)]
-    rows, problems = [], []
-    for folder in like or [path]:
+    path, rows, problems = of_run(path), [], []
+    for folder in newest_first(path, damaged=True) or [path]:
         begun = time.perf_counter()
         with progress(f"verifying {folder.name}", _bytes_in(folder), as_json) as advance:
             found = examine(folder, advance)
@@ -139,7 +136,9 @@ def export_command(
     ):
         export_folder(source, target, kind, limit, advance, beside=beside, overwrite=overwrite)
         said = source.describe
-    show(as_json, "export", {"source": said, **_made(target)})
+    files = sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file())
+    made = {"target": str(target), "bytes": _bytes_in(target), "files": files}
+    show(as_json, "export", {"source": said, **made})
     return 0
 
 
@@ -195,11 +194,6 @@ def _opened(path: Path) -> Source:
     from onefold.checkpoint.loading import source_of
 
     return source_of(path)
-
-
-def _made(target: Path) -> dict[str, Any]:
-    files = sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file())
-    return {"target": str(target), "bytes": _bytes_in(target), "files": files}
 
 
 def _bytes_in(folder: Path) -> int:

@@ -53,10 +53,11 @@ def examine(folder: Path | str, advance: Advance = lambda n: None) -> list[Probl
     Raises:
         CheckpointError: it is not a checkpoint, or it is of another version.
     """
-    if not is_like_a_checkpoint(Path(folder)):
+    root = Path(folder)
+    if not [*root.glob("manifest.*"), *root.glob("rank-*")]:
         raise CheckpointError(f"{folder} is no Onefold checkpoint, nor the remains of one.")
     try:
-        source = FolderSource(Path(folder))
+        source = FolderSource(root)
     except DamagedCheckpoint as error:
         return [Problem(name, "", str(error)) for name in (MANIFEST, CHECKSUM)]
     found: list[Problem] = []
@@ -78,15 +79,6 @@ def examine(folder: Path | str, advance: Advance = lambda n: None) -> list[Probl
                 what = f"{said} It holds a part of {lost}." if lost else said
                 found.append(Problem(name, "", what))
     return found
-
-
-def is_like_a_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` is a checkpoint or the remains of one."""
-    return folder.is_dir() and (
-        (folder / MANIFEST).exists()
-        or (folder / CHECKSUM).exists()
-        or any(folder.glob("rank-[0-9]*.safetensors"))
-    )
 
 
 def _check(source: FolderSource, name: str) -> None:
