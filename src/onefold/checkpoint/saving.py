@@ -13,9 +13,8 @@ import contextlib
 import hashlib
 import json
 import operator
-import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -27,7 +26,7 @@ from torch import nn
 
 from onefold.checkpoint.background import Background, Copying
 from onefold.checkpoint.errors import CheckpointError
-from onefold.checkpoint.folder import FULL, OWNER, Unfinished, flush
+from onefold.checkpoint.folder import OWNER, Unfinished, flush
 from onefold.checkpoint.manifest import (
     STATE,
     FileRecord,
@@ -292,8 +291,10 @@ class _Writing:
             try:
                 if self.copying is not None:
                     self.parts = self.copying.run()
-                with self._in_words():
-                    written, pieces = write_parts(self.folder, rank_file(me), self.parts)
+                written, pieces = write_parts(self.folder, rank_file(me), self.parts)
+            except OSError as failure:
+                said = f"{in_words(failure)}. This rank writes {readable(self.parts.nbytes)}."
+                error = CheckpointError(f"nothing can be written in {self.folder.parent}: {said}")
             except Exception as failure:
                 error = worded(failure)
             reports = self.together.gather((error, written, pieces, self.parts.values))
@@ -305,27 +306,9 @@ class _Writing:
         raise_first([error for error, *_ in reports])
         files = {rank_file(rank): written for rank, (_, written, _, _) in enumerate(reports)}
         found = records([pieces for _, _, pieces, _ in reports])
-        with self._in_words():
-            self._write(found, files, values_of([values for *_, values in reports], self.data_of))
-            self._look(files)
-            self.place.commit(self.overwrite)
-
-    @contextlib.contextmanager
-    def _in_words(self) -> Iterator[None]:
-        """Say where and how much was to be written if the system refuses it."""
-        try:
-            yield
-        except OSError as failure:
-            where, room = self.folder.parent, ""
-            if failure.errno in FULL:
-                with contextlib.suppress(OSError):
-                    mine = self.folder / rank_file(self.together.rank)
-                    free = shutil.disk_usage(where).free
-                    free += mine.stat().st_size if mine.exists() else 0
-                    room = f" This rank writes {readable(self.parts.nbytes)}, {readable(free)} were free."
-            raise CheckpointError(
-                f"no checkpoint can be written in {where}: {in_words(failure)}.{room}"
-            ) from None
+        self._write(found, files, values_of([values for *_, values in reports], self.data_of))
+        self._look(files)
+        self.place.commit(self.overwrite)
 
     def _write(
         self, found: tuple[Record, ...], files: dict[str, FileRecord], state: dict[str, Any]
