@@ -72,7 +72,7 @@ def test_what_another_mesh_cannot_have_is_told(folder: Path, every: bool) -> Non
             assert loaded.data == position == {"seen": 10 + job.data_rank}
         else:
             assert loaded.data is None
-            with pytest.raises(onefold.CheckpointError, match="cannot be divided among"):
+            with pytest.raises(onefold.CheckpointError, match="holds no position in the data for"):
                 onefold.load(folder / "whole", **give, data=position)
 
 

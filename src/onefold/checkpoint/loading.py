@@ -244,16 +244,12 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
         if not callable(getattr(thing, "load_state_dict", None)):
             raise CheckpointError(f"{name}={thing!r}: expected something with load_state_dict().")
         found = source.value(name)
+        if name == "data":
+            found = _of_rank(found or {}, together)
         if found is None:
-            what = "position in the data" if name == "data" else name
+            what = name if name != "data" else f"position in the data for {together.data_ranks} ranks"
             raise CheckpointError(f"{source.describe} holds no {what}; leave {name} out of load().")
         if name != "data":
             refuse_another_state(source.describe, name, thing, found)
-        if name == "data" and "ranks" in found and len(found["ranks"]) != together.data_ranks:
-            raise CheckpointError(
-                f"{source.describe}: each of its {len(found['ranks'])} ranks was elsewhere in its"
-                f" data, which cannot be divided among {together.data_ranks}. Load on as many ranks, or"
-                " leave data out and give a position that is the same on every rank when saving."
-            )
-        out[name] = _of_rank(found, together) if name == "data" else found
+        out[name] = found
     return out
