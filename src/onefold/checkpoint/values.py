@@ -171,6 +171,10 @@ def formed(form: type[FormT], value: Any) -> FormT:
         raise ValueError(f"{where} is {short(wrong['input'])}: {wrong['msg']}") from None
 
 
+#: Values of one of these kinds may take each other's place.
+_KINDS: tuple[Any, ...] = (bool, (int, float, np.number, torch.Tensor), (list, tuple))
+
+
 def fits(ours: Any, value: Any) -> bool:
     """Return whether a loaded `value` may take the place of `ours`: both are numbers or tensors, both
     lists, or of one type; a dict, by what it has under the keys of ours. Anything may take the place of
@@ -180,7 +184,7 @@ def fits(ours: Any, value: Any) -> bool:
         return True
     if isinstance(ours, dict):
         return isinstance(value, dict) and all(fits(ours.get(k), v) for k, v in value.items())
-    for kind in (bool, (int, float, np.number, torch.Tensor), (list, tuple)):
+    for kind in _KINDS:
         if isinstance(ours, kind) or isinstance(value, kind):
             return isinstance(ours, kind) and isinstance(value, kind)
     return isinstance(value, type(ours))  # of a method, an optimizer: nothing that was loaded
