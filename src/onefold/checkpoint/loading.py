@@ -247,7 +247,9 @@ def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[
         if name == "data":
             found = _of_rank(found or {}, together)
         if found is None:
-            what = name if name != "data" else f"position in the data for {together.data_ranks} ranks"
+            what = (
+                name if name != "data" else f"position in the data for {together.data_ranks} ranks"
+            )
             raise CheckpointError(f"{source.describe} holds no {what}; leave {name} out of load().")
         if name != "data":
             refuse_another_state(source.describe, name, thing, found)

@@ -1,7 +1,7 @@
 """Notify every rank within a second if another rank's process has ended, also ranks that compute
 and wait for nobody.
 
-    rank 1 ──┐                       rank 1 ◄─┐ "2 has gone"
+    rank 1 ──┐                       rank 1 ◄─┐ 2
     rank 2 ──┼── rank 0              rank 2   ╳─── rank 0      the system closes a dead process's connections;
     rank 3 ──┘                       rank 3 ◄─┘                rank 0 tells the others
 
@@ -26,6 +26,9 @@ from onefold.processes.ranks import Ranks
 
 #: Seconds to connect the ranks to rank 0.
 SETUP = 15.0
+#: What a rank says that leaves in order. Rank 0 tells the others the number of one that has gone, in
+#: as many bytes.
+BYE = b"\xff" * 4
 _KEEPALIVE = {"TCP_KEEPIDLE": 4, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 2}
 
 
@@ -86,32 +89,26 @@ class PeerMonitor:
         self._closing = True
         for link in self._links.values():
             with contextlib.suppress(OSError):
-                link.sendall(b"bye\n")
+                link.sendall(BYE)
                 link.shutdown(socket.SHUT_RDWR)
         self._thread.join(1.0)
         for link in self._links.values():
             link.close()
 
     def _watch(self) -> None:
-        unread = dict.fromkeys(self._links, b"")
         with selectors.DefaultSelector() as selector:
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)
             while selector.get_map():
                 for event, _ in selector.select():
-                    rank, link = event.data, self._links[event.data]
-                    try:
-                        received = link.recv(4096)
-                    except OSError:
-                        received = b""
-                    *lines, unread[rank] = (unread[rank] + received).split(b"\n")
-                    for line in lines:
-                        if line.startswith(b"gone "):
-                            self._learn(int(line.split()[1]))
-                    if b"bye" in lines or not received:
+                    link, said = self._links[event.data], b""
+                    with contextlib.suppress(OSError):
+                        said = link.recv(4, socket.MSG_WAITALL)
+                    closed = len(said) < 4
+                    if closed or said == BYE:
                         selector.unregister(link)
-                        if b"bye" not in lines:
-                            self._learn(rank)
+                    if said != BYE:
+                        self._learn(event.data if closed else int.from_bytes(said))
 
     def _learn(self, rank: int) -> None:
         """Handle the end of rank `rank`: rank 0 tells the others, then `on_gone` is called."""
@@ -122,7 +119,7 @@ class PeerMonitor:
         for other, link in self._links.items():
             if other not in (0, rank):
                 with contextlib.suppress(OSError):
-                    link.sendall(f"gone {rank}\n".encode())
+                    link.sendall(rank.to_bytes(4))
         self._on_gone(peer)
 
 
