@@ -41,13 +41,7 @@ Path_ = Annotated[
         show_default=False,
     ),
 ]
-Target = Annotated[
-    Path, typer.Argument(metavar="TARGET", help="The folder to make.", show_default=False)
-]
 Json = Annotated[bool, option("Print one JSON object instead of words and tables.", None, "--json")]
-Overwrite = Annotated[
-    bool, option("Replace what is at the target, once the new one is whole.", None, "--overwrite")
-]
 Filter = Annotated[
     str | None, option("A glob: only these tensors, such as '*.mlp.*'.", None, "--filter")
 ]
@@ -108,7 +102,9 @@ def verify_command(path: Path_, as_json: Json = False) -> int:
 @answered
 def export_command(
     path: Path_,
-    target: Target,
+    target: Annotated[
+        Path, typer.Argument(metavar="TARGET", help="The folder to make.", show_default=False)
+    ],
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16"] | None,
         option("Of the weights (default: as they are stored)."),
@@ -122,7 +118,10 @@ def export_command(
             "A folder whose config.json and tokenizer are taken (default: its own).", None, "--like"
         ),
     ] = None,
-    overwrite: Overwrite = False,
+    overwrite: Annotated[
+        bool,
+        option("Replace what is at the target, once the new one is whole.", None, "--overwrite"),
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Write the model in a checkpoint as safetensors that transformers' from_pretrained opens."""
