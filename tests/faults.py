@@ -206,7 +206,7 @@ FAULTS = [
         "wire",
         "frozen parameters send gradients",
         "runtime/flat.py",
-        "return bool(self.awaited) or self.lingering",
+        "return bool(self.awaited)",
         "return not self.unsharded",
         [row("models: 3 on 2, half-frozen gpt")],
     ),

@@ -390,12 +390,16 @@ class ApartStepper(Stepper):
         False if a parameter that was frozen meanwhile gets its gradient of earlier micro-batches now:
         this pass may still read its weights.
         """
-        active, storage = [e for e in flat.entries if e.active], flat.storage
-        if not (self._owners and storage.offloaded and self.engine.sync) or flat.lingering:
+        storage = flat.storage
+        if not (self._owners and storage.offloaded and self.engine.sync):
             return False
         if storage.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
             return False
-        return all(e in which and self._owner(e) is not None for e in active)
+        return all(
+            e.active and e in which and self._owner(e) is not None
+            for e in flat.entries
+            if e.number in flat.awaited
+        )
 
     def _owner(self, entry: Entry) -> Optimizer | None:
         known = self._owners.get(entry.number)

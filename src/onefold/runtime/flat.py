@@ -283,11 +283,9 @@ class Flat:
         self.filled: set[int] = set()  # the numbers of the entries whose gradient is in `grad`
         self.swapped_in = False  # modules see the whole parameters: their unit is in a pass
         self.hooked = False  # the trainable entries have their gradient hooks
-        self.awaited: frozenset[int] = frozenset()  # the numbers of the trainable entries
+        self.awaited: frozenset[int] = frozenset()  # the numbers of the entries that are reduced
         # What tells them from others in messages, if some are frozen: ranks must freeze the same
         self.trained: tuple[int, int] | None = None
-        # Gradients of entries that are frozen by now wait for the boundary, here or on other ranks
-        self.lingering = False
         # Writes to the masters that no counter of torch shows; the version that the whole was made
         # of, and the engine's write before it. See runtime/passes.py
         self.bumps = self.copied = self.refreshed = 0
@@ -500,30 +498,29 @@ class Flat:
         those that train.
 
         `waiting`: gradients of earlier micro-batches wait for the boundary. Those of parameters that
-        were trainable then are sent too, even if the parameters are frozen now.
+        were trainable then are awaited too, even if the parameters are frozen now.
         """
-        froze = False
         for entry in self.entries:
             wanted = entry.param.requires_grad
             if wanted != entry.active:
                 if wanted:
                     self.storage.refuse_training(entry)
-                entry.active, self.hooked, froze = wanted, False, froze or not wanted
+                entry.active, self.hooked = wanted, False
                 set_requires_grad(entry.compute, wanted)
-        self.lingering = waiting and (self.lingering or froze)
         if not self.hooked:
-            self.hooked = True
+            self.hooked = not waiting
             for entry in self.entries:
                 if entry.active and entry.arrival is None:
                     hook_gradient(entry)
-            self.awaited = frozenset(e.number for e in self.entries if e.active)
+            before = self.awaited if waiting else frozenset()
+            self.awaited = before | {e.number for e in self.entries if e.active}
             flags = bytes(e.active for e in self.entries)
             self.trained = None if all(flags) else (sum(flags), zlib.crc32(flags))
 
     @property
     def travels(self) -> bool:
         """Whether its gradient is reduced: whole, with zeros for entries that are frozen."""
-        return bool(self.awaited) or self.lingering
+        return bool(self.awaited)
 
     @property
     def waits(self) -> bool:
@@ -636,7 +633,7 @@ class Unit:
 
     @property
     def awaited(self) -> set[int]:
-        """The numbers of the entries that are trainable and reduced."""
+        """The numbers of the entries that are reduced."""
         return set[int]().union(*[flat.awaited for flat in self.flats])
 
     @property

@@ -101,7 +101,7 @@ class Reduction:
     @property
     def waits(self) -> bool:
         """Whether another rank may have used an entry whose sums are not handed over."""
-        return any(e.active or self.flat.lingering for e in self.left)
+        return any(e.number in self.flat.awaited for e in self.left)
 
 
 class Reducer:
