@@ -147,7 +147,7 @@ class DeepSpeedEngine(nn.Module):
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if optimizer is not None:
             (self.loss_scaler or LossScaler(FP16(loss_scale=1))).show_on(optimizer)
-        self._passes = Passes(self, 1 if self.gradient_average() else self.world_size)
+        self._passes = Passes(self)
 
     # -- the three calls ---------------------------------------------------------------------------
 

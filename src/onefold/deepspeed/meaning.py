@@ -6,6 +6,7 @@ optimizer and the schedule to make.
 | stage, overlap_comm, fp16/bf16.enabled            | stage, in_flight and prefetch, precision                         |
 | stage3_prefetch_bucket_size: 0                    | prefetch=0                                                       |
 | communication_data_type, grad_accum_dtype         | wire, accumulate_dtype                                           |
+| gradient_allreduce_op                             | reduce_op                                                        |
 | offload_optimizer: device, ratio                  | offload_optimizer, offload_amount                                |
 | offload_param: device                             | offload_param                                                    |
 | nvme_path of either                               | nvme: the folder; striped over both where they differ            |
@@ -42,6 +43,7 @@ BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumul
 #: Beginnings of the paths that decide the recipe. The rest of a file concerns `initialize` only.
 OF_RECIPES = (
     "fp16.enabled", "bf16.enabled", "zero_optimization.", "communication_data_type", "data_types.",
+    "gradient_allreduce_op",
 )  # fmt: skip
 #: "auto" may stay where DeepSpeed tunes itself, but for these, and is the key's own default in one.
 _TUNING = ("zero_optimization.", "aio.", "data_types.keep_in_fp32_modules")
@@ -133,6 +135,7 @@ class DeepSpeedConfig:
         self.recipe_arguments: dict[str, Any] = {
             "stage": zero.stage,
             "precision": self.precision,
+            "reduce_op": root.gradient_allreduce_op,
             **_set(
                 prefetch=0 if unfetched else None,
                 in_flight=0 if one_by_one else None,

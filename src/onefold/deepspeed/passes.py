@@ -54,14 +54,12 @@ class Passes:
     """Follows the passes over the module of one engine.
 
     Attributes:
-        weight: what the gradients of every pass are multiplied with: the number of ranks if they
-            are to be summed, else 1.
         stepped: `.grad` holds the gradients of the last step. The next pass drops them.
         since_step: number of backward passes since the last optimizer step.
     """
 
-    def __init__(self, engine: DeepSpeedEngine, weight: float) -> None:
-        self.weight, self.stepped, self.since_step = weight, False, 0
+    def __init__(self, engine: DeepSpeedEngine) -> None:
+        self.stepped, self.since_step = False, 0
         self._engine: Callable[[], DeepSpeedEngine | None] = weakref.ref(engine)
         self._in_backward = 0
         self._loss_scaled = False

@@ -64,12 +64,8 @@ class PassFollower(Protocol):
     """Set as `Engine.follower`; None follows nothing.
 
     Attributes:
-        weight: what the gradients of every pass are multiplied with: the number of ranks turns the
-            mean over ranks into a sum.
         synchronizes: the pass under way ends with reduced gradients, unless it is under `no_sync`.
     """
-
-    weight: float
 
     @property
     def synchronizes(self) -> bool: ...
@@ -79,7 +75,7 @@ class PassFollower(Protocol):
 
     def backward_begins(self) -> float:
         """A backward pass begins, and no gradient of it has arrived. Returns what its gradients are
-        multiplied with, besides `weight`.
+        multiplied with.
         """
         ...
 
@@ -139,7 +135,7 @@ class Engine:
         synced: no `no_sync` is open. holds_whole: gradients stay whole in passes without `sync`,
             whatever the recipe says. pending: gradients wait for a later reduction.
         follower: code outside the core that follows the passes. factor: what
-            the gradients of the backward pass under way are multiplied with, besides `weight`.
+            the gradients of the backward pass under way are multiplied with.
         graded: the forward pass under way, or the last one, began with gradients enabled.
         backward_open: a backward pass has begun.
         differentiating: that pass accumulates nothing (torch.autograd.grad). creates_graph: that
@@ -306,11 +302,6 @@ class Engine:
     def sync(self) -> bool:
         """Whether this backward pass ends with reduced gradients."""
         return self.synced and (self.follower is None or self.follower.synchronizes)
-
-    @property
-    def weight(self) -> float:
-        """What the gradients of every pass are multiplied with."""
-        return 1.0 if self.follower is None else self.follower.weight
 
     @property
     def deferring(self) -> bool:

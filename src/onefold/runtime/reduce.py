@@ -201,7 +201,7 @@ class Reducer:
             buffer = self.pool.take(narrow.numel(), sums, self._category, flat.unit_name)
             flat.grad = buffer.copy_(narrow)
             self.pool.give(narrow)
-        scale = flat.early_scale * parts * engine.weight * engine.factor
+        scale = flat.early_scale * parts * engine.factor
         if len(pairs) == 1 or any(grad.dtype != buffer.dtype for _, grad in pairs):
             for entry, grad in pairs:
                 view = flat.view(buffer, entry)
@@ -474,9 +474,7 @@ class Reducer:
         flat, found = entry.flat, self.waiting(entry)
         if found is None or entry.number not in flat.filled:
             return None
-        return found[0].view(entry.slot.shape) / (
-            flat.early_scale * entry.parts * self.engine.weight
-        )
+        return found[0].view(entry.slot.shape) / (flat.early_scale * entry.parts)
 
     def forget(self, entry: Entry) -> None:
         """Drop what waits for the boundary of the gradient of `entry`: its `.grad` became None."""
