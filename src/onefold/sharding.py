@@ -194,32 +194,20 @@ def unshard(module: nn.Module) -> nn.Module:
 def _refuse_unless_possible(engine: Engine) -> None:
     """Raise if this model cannot be made whole now, with the same error on every rank."""
     flats = engine.flats
-    inside = {
-        "a pass of the model": engine.in_any_pass(),
-        "full_params": bool(engine.full_params_depth),
-        "keep_gathered": bool(engine.gather.kept),
-    }
-    if where := next((name for name, now in inside.items() if now), None):
-        raise RuntimeError(f"unshard was called inside {where}: call it outside, between steps.")
-    if any(flat.waits for flat in flats):
+    inside = engine.in_any_pass() or engine.full_params_depth or engine.gather.kept
+    if inside or any(flat.waits for flat in flats):
         raise RuntimeError(
-            "unshard was called while gradients kept under no_sync wait to be reduced; call it after"
+            "unshard was called inside a pass of the model, full_params or keep_gathered, or while"
+            " gradients kept under no_sync wait to be reduced: call it outside, after"
             " optimizer.step()."
         )
-    reasons = {
-        "it keeps parameters or optimizer states on the host or on NVMe": engine.offloaded_flats,
-        f"frozen={engine.recipe.frozen!r} keeps frozen weights encoded": any(
-            flat.spec.stored for flat in flats
-        ),
-        "some parameters are DTensors, of which each rank has its own part": any(
-            entry.box for entry in engine.entries
-        ),
-    }
-    if why := next((why for why, yes in reasons.items() if yes), None):
+    encoded, boxes = (flat.spec.stored for flat in flats), (e.box for e in engine.entries)
+    if engine.offloaded_flats or any(encoded) or any(boxes):
         raise ValueError(
-            f"onefold.unshard does not work with this recipe: {why}. Change the structure before"
-            " shard(), or export the model, build the new one and load what fits"
-            " (onefold.export, then shard(..., weights=folder))."
+            "onefold.unshard does not work with parameters or optimizer states on the host or on NVMe,"
+            " frozen weights that are kept encoded, or DTensors. Change the structure before shard(),"
+            " or export the model, build the new one and load what fits (onefold.export, then"
+            " shard(..., weights=folder))."
         )
 
 

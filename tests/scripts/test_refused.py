@@ -282,7 +282,7 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
         }.items()
     },
     # unshard
-    "unshard inside full_params": (inside(onefold.full_params), (3,), ("inside full_params",)),
+    "unshard inside full_params": (inside(onefold.full_params), (3,), ("inside", "full_params")),
     "unshard while gradients wait": (waiting, (1,), ("no_sync", "optimizer.step()")),
     # arguments
     **{
