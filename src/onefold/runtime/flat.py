@@ -79,16 +79,8 @@ class Entry:
         # The modules' own dictionaries rather than the modules: an engine must not keep its model
         # alive.
         self.places = [
-            (
-                m._parameters if flat.unsharded else follow_reads(m),
-                a,
-                weakref.ref(m) if isinstance(m, nn.RNNBase) else None,
-            )
-            for m, a in found.places
+            (m._parameters if flat.unsharded else follow_reads(m), a) for m, a in found.places
         ]
-        one = len(self.places) == 1 and self.places[0][2] is None
-        # The common case: one module refers to it, and is not a recurrent layer with its own list
-        self.only_place = self.places[0][:2] if one else None
         self.flat: Flat = flat
         self.engine = flat.engine
         # What this rank holds of a DTensor; None for a plain parameter
@@ -480,16 +472,12 @@ class Flat:
                 leaf._local_tensor = entry.box.freed if released else entry.local
 
     @staticmethod
-    def swap(entry: Entry, param: torch.Tensor, instead_of: torch.Tensor | None = None) -> None:
-        """Put `param` in all places of the entry, or in those that show `instead_of`."""
-        for parameters, attribute, recurrent in entry.places:
-            if instead_of is not None and parameters.get(attribute) is not instead_of:
-                continue
+    def swap(entry: Entry, param: torch.Tensor) -> None:
+        """Put `param` in all places of the entry. (Recurrent layers keep a list of their weights too,
+        which torch looks through at the beginning of their forward pass.)
+        """
+        for parameters, attribute in entry.places:
             put(parameters, attribute, param)
-            # A recurrent module also keeps a list of its parameters
-            if recurrent is not None and (module := recurrent()) is not None:
-                weights: Any = module._flat_weights
-                weights[module._flat_weights_names.index(attribute)] = param
 
     # -- trainable parts ---------------------------------------------------------------------------
 

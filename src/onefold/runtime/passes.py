@@ -550,13 +550,12 @@ def swap(unit: Unit, inside: bool) -> None:
             before, after = entry.param, entry.compute
             if not inside:
                 before, after = after, before
-            if (place := entry.only_place) is not None and place[0].get(place[1]) is before:
-                put(place[0], place[1], after)
-                continue
-            for parameters, attribute, _ in entry.places if inside else ():
-                if (there := parameters.get(attribute)) is not before:
+            for parameters, attribute in entry.places:
+                there = parameters.get(attribute)
+                if there is before:
+                    put(parameters, attribute, after)
+                elif inside:
                     _look_at(entry, there)
-            flat.swap(entry, after, instead_of=before)
 
 
 def _look_at(entry: Entry, there: torch.Tensor | None) -> None:
@@ -567,12 +566,6 @@ def _look_at(entry: Entry, there: torch.Tensor | None) -> None:
             f"parameter {name!r} was replaced after shard() (assigned or removed). Write into it"
             " instead: `with onefold.full_params(model, write=True):` for values; for another"
             " structure assign between onefold.unshard(model) and a new shard(), or before shard()."
-        )
-    if any(recurrent is not None for _, _, recurrent in entry.places):
-        raise ValueError(
-            f"functional_call was given a tensor for {name!r}, a weight of a recurrent layer. The"
-            " layer keeps a list of its weights besides, and would compute with the old one. Leave"
-            " it out."
         )
     if tuple(there.shape) != shape:
         raise ValueError(

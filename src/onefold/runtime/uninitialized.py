@@ -83,7 +83,7 @@ def value_of(entry: Entry) -> torch.Tensor | None:
     """Return a parameter as the modules have it before it is laid out: from the first place that
     has a value. None if no place has one.
     """
-    for parameters, attribute, _ in entry.places:
+    for parameters, attribute in entry.places:
         source = parameters[attribute]
         if source is not None and not source.is_meta and not is_marked(source):
             return source

@@ -258,7 +258,7 @@ def _take(
             for table, key, b in held:
                 table[key] = b
         for entry in engine.entries:
-            for places, attribute, _ in entry.places:
+            for places, attribute in entry.places:
                 param: Any = places[attribute]
                 if not param.is_meta:
                     given[entry.name] = param.detach()

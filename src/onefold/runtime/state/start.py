@@ -229,7 +229,7 @@ def _given(entry: Entry, stand_in: nn.Parameter) -> torch.Tensor:
     """Return what the user has put in the place of a whole parameter, or into it: with `p.data =` it
     has other memory.
     """
-    placed = [places.get(attribute) for places, attribute, _ in entry.places]
+    placed = [places.get(attribute) for places, attribute in entry.places]
     others = (p for p in placed if p is not None and p is not stand_in)
     return local_of(next(others, stand_in)).detach()
 
