@@ -86,8 +86,7 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
         said = {r: text for r, (_, text) in zip(group.ranks, texts, strict=True)}
         raise StallError(
             f"rank {group.ranks[group.rank]} found at the end of the backward pass of step"
-            f" {context.step} that the ranks have stepped differently: "
-            + (difference(said) or "one of the updates differs in a later group.")
+            f" {context.step} that the ranks have stepped differently: " + difference(said)
         )
     failed, used_anywhere, late_anywhere, gathered_anywhere = (
         _members(int.from_bytes(bits, "little")) for bits in found

@@ -45,15 +45,9 @@ def engine_of(module: nn.Module) -> Engine:
         )
     engine = engines.get(module)
     if engine is None:
-        if is_sharded(getattr(module, "_orig_mod", module)):
-            raise ValueError(
-                "this is what torch.compile made around a sharded model, whose names it changes:"
-                " call it to train, and give Onefold's functions the module that"
-                " onefold.shard(module, recipe) returned."
-            )
         raise ValueError(
             f"this {type(module).__name__} was not sharded; give the module that"
-            " onefold.shard(module, recipe) returned."
+            " onefold.shard(module, recipe) returned, also where torch.compile made another of it."
         )
     return engine
 
