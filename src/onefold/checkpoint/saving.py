@@ -159,10 +159,11 @@ def _begin(
     with contextlib.ExitStack() as on_error:
         # All ranks learn of errors and of the folder's name before anything is written
         with together.each_rank():
+            for engine in engines:  # first, since it may be collective
+                engine.uninitialized.refuse("save() would write")
             step = step_of(step)
             for engine in engines:
                 check_moment(engine, "save", optimizer)
-                engine.uninitialized.refuse("save() would write")
                 engine.transfers.check()
             parts = collect(engines, models, given, things, frozen, own, together.ranks[0])
             behind = call == "save_async" and not any(engine.on_disk for engine in engines)
@@ -211,7 +212,6 @@ def begun(call: str, model: Models) -> tuple[list[nn.Module], list[Engine], Toge
 
 def _own_buffers(engine: Engine, model: nn.Module, optimizer: Optimizers) -> Mapping[str, Any]:
     """Return the buffers of which ranks have values of their own. Collective over the model's ranks."""
-    engine.uninitialized.look()
     buffers: dict[str, torch.Tensor] = {}
     if engine.buffers.several:
         with Together.of(engine).each_rank():

@@ -316,7 +316,6 @@ class GatheredParameters:
         """Turn sharded parameters into plain whole ones."""
         if self.modifier_rank is not None:
             _refuse_unwritable(entries)
-        engine.uninitialized.look()
         all_of_it = len(entries) == len(engine.entries)
         # The parameters of one flat buffer are gathered together
         for flat in dict.fromkeys(entry.flat for entry in entries):

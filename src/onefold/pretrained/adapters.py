@@ -88,7 +88,6 @@ def save_adapters(
     """
     engine = engine_of(model)
     begin([engine])
-    engine.uninitialized.look()
     together, adapter = Together.of(engine), _adapter(model, adapter)
     names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
     outline, makes = Outline.of(model), wholes(engine, model)

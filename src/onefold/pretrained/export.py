@@ -109,7 +109,6 @@ def export(
         )
     outline, makes = Outline(), dict[str, Make]()
     for each, engine in zip(stages, engines, strict=True):
-        engine.uninitialized.look()
         engine.uninitialized.refuse("export() would write")
         engine.buffers.refuse_own(each, "export()")
         outline.add(Outline.of(each))

@@ -65,7 +65,6 @@ def stream_params(
         raise RuntimeError("stream_params was called inside a pass of the model; call it outside.")
     if not engine.unsharded:
         engine.refuse_changes("stream_params")
-    engine.uninitialized.look()
     engine.uninitialized.refuse("stream_params() would give")
     engine.buffers.refuse_own(model, "stream_params()")
     merging = Merging.of(model) if merge_adapters else None

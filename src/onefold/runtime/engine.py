@@ -511,7 +511,6 @@ class Engine:
             refuse_changes(self.units[0].module(), self.entries, call)
 
     def whole(self, entry: Entry) -> torch.Tensor:
-        self.uninitialized.look()
         self.uninitialized.refuse("gather() would give", entry.names)
         return entry.flat.view(whole_masters(self, entry.flat), entry).clone()
 

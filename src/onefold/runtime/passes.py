@@ -234,7 +234,6 @@ class Passes:
             self.reset()
         if engine.follower is not None:
             engine.follower.forward_begins()
-        engine.uninitialized.look()
         engine.uninitialized.refuse("a forward pass would use")
         self.raised_in = None
         self._entered.clear()

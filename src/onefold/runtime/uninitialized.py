@@ -152,9 +152,11 @@ class Uninitialized:
             self._left = [*compress(self._left, blank)]
 
     def refuse(self, doing: str, among: Collection[str] | None = None, here: bool = False) -> None:
-        """Raise UninitializedError if anything is uninitialized; `among`: of these names; `here`: and
-        blank on this rank, which may be the only one to ask.
+        """Raise UninitializedError if anything is uninitialized; `among`: of these names. Collective
+        while anything is; `here`: looks at what is blank on this rank, which may be the only one to ask.
         """
+        if not here:
+            self.look()
         found = [u for u in self._left if among is None or any(n in among for n in u[0])]
         if here:
             found = [*compress(found, _blank(found))]

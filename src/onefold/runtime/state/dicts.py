@@ -161,7 +161,6 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
         engine.refuse_changes("full_state_dict")
         for name, buffer in module.named_buffers():
             refuse_parts(name, buffer)  # here, so that every rank raises, not only rank 0
-    engine.uninitialized.look()
     engine.uninitialized.refuse("full_state_dict() would hold")
     return whole_state_dict(engine, module, MasterParts(), master_items(engine.entries))
 

@@ -164,7 +164,6 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     if write:
         engine.about_to_write()
     elif engine.uninitialized and not engine.full_params_depth:
-        engine.uninitialized.look()
         engine.uninitialized.refuse("full_params() would show")
     if engine.full_params_depth:  # nested: the outer one has gathered
         if write and not engine.full_params_write:
