@@ -499,7 +499,7 @@ def only(
     optimizer: Optimizer,
     groups: dict[int, int],
     params: Iterable[torch.Tensor],
-    device: torch.device | None = None,
+    device: torch.device | None,
 ) -> Iterator[None]:
     """Inside this context, the optimizer knows only `params`, each in its group.
 
@@ -561,8 +561,7 @@ def step_parts(
     optimizer: Optimizer,
     groups: dict[int, int],
     parts: Sequence[Part],
-    device: torch.device | None = None,
-    update: Callable[[Optimizer], None] = raw_step,
+    device: torch.device | None,
 ) -> None:
     """Step `parts`, of different parameters, with the optimizer's own update. `device`: see `only`.
 
@@ -583,7 +582,7 @@ def step_parts(
             give(state, param, part.data, part.grad, part.state)
         with only(optimizer, groups, [part.param for part in parts], device):
             try:
-                update(optimizer)
+                raw_step(optimizer)
             finally:
                 for part in parts:
                     part.data, part.state = part.param.data, state.get(part.param)
