@@ -505,7 +505,7 @@ def status_of(param: nn.Parameter) -> ZeroParamStatus:
     elif isinstance(param, divided.DividedParameter):
         whole = False
     else:
-        whole = entry is None or not entry.flat.divided or entry.flat.swapped_in
+        whole = entry is None or not entry.flat.divided or entry.unit.in_use > 0
     return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
 
 

@@ -273,7 +273,6 @@ class Flat:
         self.grad: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
         self.filled: set[int] = set()  # the numbers of the entries whose gradient is in `grad`
-        self.swapped_in = False  # modules see the whole parameters: their unit is in a pass
         self.hooked = False  # the trainable entries have their gradient hooks
         self.awaited: frozenset[int] = frozenset()  # the numbers of the entries that are reduced
         # What tells them from others in messages, if some are frozen: ranks must freeze the same

@@ -544,7 +544,6 @@ def swap(unit: Unit, inside: bool) -> None:
         ValueError: functional_call was given a tensor of another shape than the whole parameter.
     """
     for flat in unit.flats:
-        flat.swapped_in = inside
         for entry in flat.entries:
             before, after = entry.param, entry.compute
             if not inside:

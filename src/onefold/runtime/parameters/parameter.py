@@ -379,7 +379,7 @@ class ModuleParameters(dict[str, Any]):
         the parameter itself is stored.
         """
         entry = entry_of(value)
-        if entry is not None and value is entry.compute and not entry.flat.swapped_in:
+        if entry is not None and value is entry.compute and not entry.unit.in_use:
             value = entry.param
         dict.__setitem__(self, name, value)
 
