@@ -4,7 +4,6 @@ modules and no collectives.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import threading
@@ -23,41 +22,17 @@ from onefold.device.pinned import HUGE_PAGE
 # `TierError`: the error of a failed file operation on a disk, in a sentence with a hint.
 
 
-_ANOTHER = "name another disk in nvme=, or store more on the host"
-_HINTS = {
-    errno.ENOSPC: "free space there, " + _ANOTHER,
-    errno.EDQUOT: "the quota is used up: free space, " + _ANOTHER,
-    errno.EFBIG: (
-        "files may not grow that large here (`ulimit -f`, or the file system's own limit): "
-        + _ANOTHER
-    ),
-    errno.EIO: (
-        "the disk itself reports an error (the system's log has more): name another disk in nvme="
-    ),
-    errno.EROFS: "the file system is read-only: name another folder in nvme=",
-    errno.EACCES: "name a folder in nvme= that this user may write to",
-    errno.EPERM: "name a folder in nvme= that this user may write to",
-    errno.ENOTDIR: "a part of the path is a file: name a folder in nvme=",
-    errno.ENOENT: "create it, or name another folder in nvme=",
-    errno.EMFILE: "too many files are open (`ulimit -n`)",
-    errno.ESTALE: (
-        "the network file system has lost the file: name a folder in nvme= on a disk of this"
-        " machine"
-    ),
-}
-
-
 class TierError(RuntimeError):
     """A file operation failed. The message has the operation, path, system's error and a hint."""
 
 
 def failure(what: str, path: Path, error: OSError) -> TierError:
-    """Return the error for an operation `what` on `path` that the system refused, with a hint what to
-    do about it if there is one.
-    """
+    """Return the error for an operation `what` on `path` that the system refused, with what to do."""
     said = error.strerror or str(error) or type(error).__name__
-    hint = _HINTS.get(error.errno or 0)
-    return TierError(f"{what} {path} failed: {said}{f'; {hint}' if hint else ''}.")
+    return TierError(
+        f"{what} {path} failed: {said}; name another disk in nvme=, with room and for this user to"
+        " write to, or store more on the host."
+    )
 
 
 # -- the host's memory -----------------------------------------------------------------------------

@@ -315,7 +315,7 @@ def test_a_full_disk_shows_when_space_is_asked_for_and_all_of_it_is_given_back(
     store.region("fits", 4 * PAGE, torch.uint8)
     with monkeypatch.context() as patch:
         patch.setattr(os, "posix_fallocate", full)
-        with pytest.raises(TierError, match=r"'does not' in .* No space left on device; free"):
+        with pytest.raises(TierError, match=r"'does not' in .* No space left on device; name"):
             store.region("does not", 4 * PAGE, torch.uint8)
     assert sum(file.stat().st_size for file in data_files(store)) == 4 * PAGE
     region, found = store.region("fits too", 4 * PAGE, torch.uint8), blank(4 * PAGE)
