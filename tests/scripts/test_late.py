@@ -88,27 +88,9 @@ def test_writing_or_loading_parameters_in_between_is_an_error_and_reading_is_non
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", STAGES)
-def test_copies_in_sixteen_bits_serve_a_late_backward_until_they_are_refreshed(stage: int) -> None:
-    def gradients(stepped: bool) -> Any:
-        model = sharded(stage, precision="bf16")
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        loss_of(model, 0).backward()
-        loss = loss_of(model, 1)
-        if stepped:
-            optimizer.step()
-        optimizer.zero_grad()
-        loss.backward()
-        return [p.grad.norm().item() for p in model.parameters()]
-
-    if stage == 3:  # gathered anew: they cannot serve it
-        with pytest.raises(RuntimeError, match=REFUSED):
-            gradients(True)
-    else:
-        assert gradients(True) == gradients(False)
+def test_a_late_backward_is_refused_also_where_copies_in_sixteen_bits_have_the_old_values(stage: int) -> None:  # fmt: skip
     model = sharded(stage, precision="bf16")
     loss = late(model, lambda seed: loss_of(model, seed))
-    with torch.no_grad():
-        loss_of(model, 2)
     with pytest.raises(RuntimeError, match=REFUSED):
         loss.backward()
 

@@ -278,8 +278,8 @@ class Flat:
         # What tells them from others in messages, if some are frozen: ranks must freeze the same
         self.trained: tuple[int, int] | None = None
         # Writes to the masters that no counter of torch shows; the version that the whole was made
-        # of, and the engine's write before it. See runtime/passes.py
-        self.bumps = self.copied = self.refreshed = 0
+        # of. See runtime/passes.py
+        self.bumps = self.copied = 0
 
     @property
     def divided(self) -> bool:
@@ -418,13 +418,6 @@ class Flat:
     def owners_group(self) -> Group:
         """The ranks whose masters together are the whole, each element once."""
         return self.group.intra_group if self.owned == self.shard else self.group
-
-    def overwritten_since(self, write: int) -> bool:
-        """Whether the values that passes used before that write to the masters are gone. A resident
-        copy of masters on the device has them until it is refreshed.
-        """
-        copied = self.resident and not (self.spec.shares_memory or self.storage.offloaded)
-        return not self.unsharded and not (copied and self.refreshed < write)
 
     @property
     def version(self) -> int:

@@ -600,7 +600,7 @@ class Gatherer:
                 pending.then(partial(self.up.order, self.up.mark()))
             unit.pending.append(pending)
             # Not before: a launch that was interrupted is made again
-            flat.copied, flat.refreshed = flat.version, self.engine.writes
+            flat.copied = flat.version
 
     def buffer_of(self, unit: Unit, flat: Flat) -> torch.Tensor:
         """Return the buffer for the whole of `flat`; take one from the pool if it has none."""

@@ -438,9 +438,8 @@ for _function in (on_leaf, hook_gradient):
 #
 # Each forward pass stores one number, the count of writes when it began. If the count has changed
 # when its backward pass begins, the backward pass walks up the graph from the pass's output, and
-# raises if it meets a parameter whose values have been overwritten. Not every write overwrites:
-# copies in another dtype keep the old values until they are refreshed, and an optimizer writes only
-# to the parameters that it steps.
+# raises if it meets a parameter whose values have been overwritten. An optimizer writes only to the
+# parameters that it steps. (Autograd itself knows of writes to unsharded parameters.)
 
 
 def count_step(engine: Engine, entries: Sequence[Entry]) -> list[Entry]:
@@ -483,7 +482,7 @@ def refuse_if_computed_with(engine: Engine, since: int) -> None:
     written = {
         id(e.compute): e.slot.name
         for e in engine.entries
-        if e.last_write > since and e.flat.overwritten_since(e.last_write)
+        if e.last_write > since and not e.flat.unsharded
     }
     start: Any = torch._C._current_autograd_node()
     found, seen, todo = list[str](), {start}, [start] if written else []
