@@ -7,7 +7,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +15,15 @@ from torch import nn
 from onefold.comm import Group
 from onefold.comm.communicators import mesh_of, note_exit, one_axis
 from onefold.device import default_device, with_index
-from onefold.offload.storage import preflight
+from onefold.offload.activations import ActivationStore
+from onefold.offload.step import ApartStepper
+from onefold.offload.storage import STORAGES, preflight
+from onefold.offload.transfers import Transfers
 from onefold.optim.states import met
 from onefold.optim.steps import install_step_hooks, remove_step_hooks
+from onefold.optim.whole import WholeStep
+from onefold.quant.codecs import CODECS
+from onefold.quant.encoded import Encoded, EncodedGather, EncodedStorage
 from onefold.recipe import Recipe
 from onefold.runtime.engine import Activations, Engine
 from onefold.runtime.flat import Entry, Flat, declare
@@ -40,10 +46,6 @@ from onefold.runtime.state.start import fetch, lay_out, materialize, modules_of,
 from onefold.runtime.stepper import Steppers
 from onefold.runtime.storage import DeviceStorage, Storage
 from onefold.runtime.units import find_units
-
-if TYPE_CHECKING:
-    from onefold.offload.transfers import Transfers
-    from onefold.quant.codecs import Codec
 
 
 def shard(
@@ -256,33 +258,26 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 class Capabilities:
-    """The makers of an engine's parts, see runtime/engine.py. Parts outside the core are imported
-    when a recipe first needs them.
-    """
+    """The makers of an engine's parts, see runtime/engine.py."""
+
+    transfers = Transfers
+    codec = staticmethod(CODECS.__getitem__)
 
     def storage(self, flat: Flat, engine: Engine) -> Storage:
         if flat.spec.stored:
-            from onefold.quant.encoded import EncodedStorage
-
             return EncodedStorage(flat, engine)
         if (tiers := flat.spec.tiers) is not None:
-            from onefold.offload.storage import STORAGES
-
             return STORAGES[tiers.optimizer](flat, engine)
         return DeviceStorage(flat)
 
     def gather(self, flat: Flat, engine: Engine) -> Gather:
         if flat.spec.gather_codec is None:
             return Gather(flat, engine)
-        from onefold.quant.encoded import EncodedGather
-
         return EncodedGather(flat, engine)
 
     def hop(self, flat: Flat, at: int, engine: Engine) -> Hop:
         hop = flat.spec.hops[at]
         if flat.spec.encodes(hop) and not flat.group.alone:
-            from onefold.quant.encoded import Encoded
-
             return Encoded(flat, at, engine)
         by: dict[str, Any] = {"pairwise": Pairwise, "at once": Rows, "backend": Native}
         made: Hop = by[flat.spec.added_by(hop)](flat, at, engine)
@@ -290,28 +285,13 @@ class Capabilities:
 
     def steppers(self, engine: Engine) -> Steppers:
         """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""
-        from onefold.offload.step import ApartStepper
-        from onefold.optim.whole import WholeStep
-
         # The first takes no shards on disks, and those on the host before the stepper of all others there
         return Steppers([WholeStep(engine), ApartStepper(engine)])
 
     def activations(self, engine: Engine) -> Activations:
         if engine.recipe.offload_activations is None:
             return Activations()
-        from onefold.offload.activations import ActivationStore
-
         return ActivationStore(engine)
-
-    def codec(self, name: str) -> Codec:
-        from onefold.quant.codecs import CODECS
-
-        return CODECS[name]
-
-    def transfers(self, engine: Engine) -> Transfers:
-        from onefold.offload.transfers import Transfers
-
-        return Transfers(engine)
 
 
 def _device(module: nn.Module, device: torch.device | str | None, at_once: bool) -> torch.device:
