@@ -259,9 +259,7 @@ def test_a_checkpoint_is_exported_without_ranks(family: str, folder: Path) -> No
 
 @slow
 @on_ranks(4, fresh=True)
-def test_a_load_holds_a_shard_and_a_few_buffers_and_an_export_a_tensor_on_the_first_rank(
-    folder: Path,
-) -> None:
+def test_a_load_holds_a_shard_and_a_few_buffers_and_an_export_no_more(folder: Path) -> None:
     """A model of 34 MB, after a small one that has everything imported."""
     give_memory_back_at_once()
     sizes, risen = {"small": (7, 10, 3, 5), "large": (16, 512, 8, 16)}, {}
@@ -287,9 +285,8 @@ def test_a_load_holds_a_shard_and_a_few_buffers_and_an_export_a_tensor_on_the_fi
         onefold.export(model, folder / f"{name} out", torch.bfloat16)
         risen["export"] = peak_resident() - before
     shard = sum(p.numel() for p in built(lambda: TinyMLP(*size)).parameters())  # a quarter, 4 bytes
-    tensor = 512 * 512 * 2 * (dist.get_rank() == 0)
     assert risen["load"] <= shard + (8 << 20), (risen, shard)
-    assert risen["export"] <= tensor + (12 << 20), (risen, shard)
+    assert risen["export"] <= 12 << 20, (risen, shard)
     expected = {n: t.bfloat16() for n, t in files(folder / "large").items()}
     assert not differences(expected, whole_files(folder / "large out"))
 
@@ -325,8 +322,8 @@ def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(folder:
         "are pickles": (None, ("pytorch_model.bin", "\x80\x04.")),
         "shapes differ": ({**whole, norm: torch.zeros(3)}, None),
         "quantized": (whole, ("config.json", quantized)),
-        "nothing for 1 of": (less, None),
-        "fit nowhere": ({**whole, "model.extra.weight": torch.zeros(3)}, None),
+        "1 names are missing in it": (less, None),
+        "1 are unknown to this model": ({**whole, "model.extra.weight": torch.zeros(3)}, None),
         "cut short": (whole, None),
         "are missing": (None, (index, missing)),
         "no index": (None, (index, "[]")),
@@ -347,7 +344,7 @@ def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(folder:
         **{words: folder / words for words in broken}, "does not exist": folder / "nowhere", "not exist": here,
     }.items():  # fmt: skip
         assert words in complaint(lambda place=place: onefold.load_pretrained(model, place))
-    few = folder / "nothing for 1 of"
+    few = folder / "1 names are missing in it"
     said = complaint(lambda: onefold.shard(on_meta(family), recipe(), weights=few))
     assert "on the meta device" in said
     other = saved(folder, "gpt2", "gpt2")
@@ -355,7 +352,7 @@ def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(folder:
     assert "is of another model" in said
     assert not differences(before, onefold.full_state_dict(model))
     # A tensor that fits nowhere is not passed over, unless that is asked for
-    more = folder / "fit nowhere"
+    more = folder / "1 are unknown to this model"
     said = complaint(lambda: onefold.load(more, model=model))
     assert "1 are unknown to this model (model.extra.weight)" in said
     assert onefold.load(more, model=model, strict=False).unexpected == ("model.extra.weight",)

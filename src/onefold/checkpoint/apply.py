@@ -100,6 +100,8 @@ class Filling:
             )
         taken = {*self.found.values(), *(i for i in items if i.kind == "buffer" and i.name in held)}
         left = {i.name for i in items if i.kind in ("parameter", "buffer") and i not in taken}
+        if source.missing is not None:
+            self.missing = [*source.missing]
         self.unexpected = sorted(left)
         # A source that was fitted to the model lists tensors without a place there, not in items()
         self.unexpected += source.unexpected
@@ -265,19 +267,6 @@ class Filling:
             yield
         except Exception as error:
             self.error = error
-
-
-def load_model(engine: Engine, module: nn.Module, source: Source) -> None:
-    """Load everything in the source that fits the model. Collective.
-    Raises: CheckpointError: on every rank: shapes differ, or a read failed (the model's contents
-    are then undefined).
-    """
-    together, filling = Together.of(engine), None
-    with together.each_rank():
-        filling = Filling(engine, module, source)
-    assert filling is not None
-    filling.model()
-    together.agree(filling.error)
 
 
 def fit_groups(

@@ -5,9 +5,11 @@ own, and checks them.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -27,7 +29,7 @@ from onefold.checkpoint.saving import (
     kinds_of,
     optimizers_of,
 )
-from onefold.checkpoint.source import Source, closed_on_error, read_by_another
+from onefold.checkpoint.source import Source, SourceT, closed_on_error, read_by_another
 from onefold.checkpoint.together import Together, raise_different
 from onefold.checkpoint.values import refuse_another_state
 from onefold.runtime.engine import Engine
@@ -105,8 +107,8 @@ def load(
     given = {name: kinds_of([things[name]]) for name in ("scheduler", "scaler")}
     if isinstance(model, nn.Module):
         given["optimizer"] = kinds_of(optimizers_of(optimizer))
-    with contextlib.closing(_open(together, Path(path), given)) as source:
-        return _apply(engines, models, together, source, optimizer, things, strict, rng)
+    with contextlib.closing(opened_alike(together, lambda: source_of(Path(path)), given)) as source:
+        return apply_source(engines, models, together, source, strict, optimizer, things, rng)
 
 
 def source_of(path: Path) -> Source:
@@ -135,27 +137,29 @@ def source_of(path: Path) -> Source:
     )
 
 
-def _open(together: Together, path: Path, given: Mapping[str, str]) -> Source:
-    """Open the same checkpoint on all ranks. Collective: all raise if one rank cannot open it, or
-    ranks were `given` other things to load.
+def opened_alike(
+    together: Together, opened: Callable[[], SourceT], given: Mapping[str, str] = MappingProxyType({})
+) -> SourceT:
+    """Open the same source on all ranks. Collective: all raise if one rank cannot open it, sees other
+    tensors in it, or was `given` other things to load.
     """
     with contextlib.ExitStack() as on_error:
         with together.each_rank():
-            source = on_error.enter_context(closed_on_error(source_of(path)))
-        said = together.all_gather((source.describe, given))
-        raise_different("load", [given for _, given in said])
-        seen = sorted({describe for describe, _ in said})
-        if len(seen) > 1:
+            source = on_error.enter_context(closed_on_error(opened()))
+        tensors = hashlib.sha256(repr(sorted(source.items().items())).encode()).digest()
+        said = together.all_gather((source.describe, tensors, dict(given)))
+        raise_different("load", [given for *_, given in said])
+        if len({each[:2] for each in said}) > 1:
+            seen = ", ".join(sorted({what for what, *_ in said}))
             raise CheckpointError(
-                f"{path}: ranks see different checkpoints ({', '.join(seen)}). It must be on a file"
-                " system that all share."
+                f"ranks see different checkpoints ({seen}). It must be on a file system that all share."
             )
         return source
 
 
-def _apply(
-    engines: list[Engine], models: list[nn.Module], together: Together, source: Source, optimizer: Any, things: dict[str, Any],
-    strict: bool, rng: bool,
+def apply_source(
+    engines: list[Engine], models: list[nn.Module], together: Together, source: Source, strict: bool,
+    optimizer: Any = None, things: Mapping[str, Any] = MappingProxyType({}), rng: bool = False,
 ) -> Loaded:  # fmt: skip
     """Load `source` into the models and everything given with them. Collective."""
     home, optimizers = Together.of(engines[0]), optimizers_of(optimizer)
@@ -235,7 +239,7 @@ def _of_rank(data: dict[str, Any], together: Together) -> Any:
     return data["ranks"][together.data_of[together.rank]] if same else None
 
 
-def _values(source: Source, together: Together, things: dict[str, Any]) -> dict[str, Any]:
+def _values(source: Source, together: Together, things: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stored states of the given `things`, by name."""
     out: dict[str, Any] = {}
     for name, thing in things.items():

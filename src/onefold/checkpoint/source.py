@@ -65,7 +65,8 @@ class Source:
         form: the format, for messages. folder: the folder it is read from.
         created: ISO date and time, UTC; "" if it is not known.
         step, extra, saved_by: see `Loaded`.
-        unexpected: tensors without a place in the model, for a source that was fitted to a model.
+        missing, unexpected: of a source that was fitted to a model: what of the model it was to have
+            and lacks (None: all that it lacks), and its tensors without a place there.
         rules: transformers' rules by which names were converted, if any.
     """
 
@@ -75,6 +76,7 @@ class Source:
     step: int | None = None
     extra: Any = None
     saved_by: Mapping[str, Any] = {}
+    missing: Sequence[str] | None = None
     unexpected: Sequence[str] = ()
     rules: Any = None
 

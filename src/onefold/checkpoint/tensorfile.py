@@ -56,12 +56,15 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Planned:
-    """A tensor to write. `parts`: returns it in flattened parts, in order, on any device."""
+    """A tensor to write. `parts`: returns it from element `first` on in flattened parts, in order, on
+    any device.
+    """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     parts: Callable[[], Iterable[torch.Tensor]]
+    first: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -138,28 +141,31 @@ def _blocks(nbytes: int) -> int:
 
 
 def write_tensors(
-    path: Path, planned: Sequence[Planned], exported: bool = False
+    path: Path, planned: Sequence[Planned], shared: bool = False
 ) -> tuple[int, str]:
     """Write a new file, tensor by tensor. Returns after the file has been flushed to disk: its size in
     bytes, and its digest (see `TensorFile`).
-    `exported`: for other libraries, without checksums; transformers 4 asks for the format.
+    `shared`: of an export, without checksums, of which each rank writes its parts and all the header;
+    transformers 4 asks for the format.
     Raises: OSError: from the system (no space, no permission, the file exists).
     """
     sums = np.zeros(sum(_blocks(p.nbytes) for p in planned), "<u4")
     tensors = [(p.key, p.dtype, p.shape) for p in planned]
-    last = [] if exported else [(SUMS, torch.uint32, sums.shape)]
-    head, spans = header_of([*tensors, *last], {"format": "pt"} if exported else {})
+    last = [] if shared else [(SUMS, torch.uint32, sums.shape)]
+    head, spans = header_of([*tensors, *last], {"format": "pt"} if shared else {})
     begun = flushed = 0
-    with open(path, "xb", buffering=0) as file:
+    how = os.O_WRONLY | os.O_CREAT | (0 if shared else os.O_EXCL)
+    with open(os.open(path, how, 0o666), "wb", buffering=0) as file:
         _put(file, head)
         for p in planned:
-            span, at = spans[p.key], 0
+            span, at = spans[p.key], p.first * p.dtype.itemsize
+            file.seek(span.begin + at)
             for part in p.parts():
                 data = bytes_of(part.to("cpu", p.dtype).contiguous())
                 while data:
                     some = data[: BLOCK - at % BLOCK]
                     number = span.sums + at // BLOCK
-                    sums[number] = 0 if exported else crc32(some, int(sums[number]))
+                    sums[number] = 0 if shared else crc32(some, int(sums[number]))
                     _put(file, some)
                     at, data = at + len(some), data[len(some) :]
                     moved()
@@ -172,9 +178,9 @@ def write_tensors(
                 if end - flushed >= FLUSH:
                     os.fsync(file.fileno())
                     flushed = end
-            if at != p.nbytes:
+            if at != p.nbytes and not shared:
                 raise AssertionError(f"{p.key}: planned {p.nbytes} bytes, given {at}")
-        _put(file, b"" if exported else sums.tobytes())
+        _put(file, b"" if shared else sums.tobytes())
         os.fsync(file.fileno())
         return file.tell(), _digest(head, sums)
 

@@ -11,8 +11,8 @@
         onefold/                                masters and optimizer states: load at any stage, on any number of ranks
         scheduler.pt, trainer_state.json, rng_state_0.pth, training_args.bin         Trainer's own files
 
-No rank holds the whole model: the first one writes it tensor by tensor, and each rank writes its
-part of the training state. Weights are written in the dtype in which the model was loaded.
+No rank holds the whole model: each writes its part of it, and of the training state. Weights are
+written in the dtype in which the model was loaded.
 
 `trainer.model` is always the same object, of the same class.
 """

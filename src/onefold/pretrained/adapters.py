@@ -48,7 +48,7 @@ from onefold.pretrained.export import (
     write,
 )
 from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, unwrapped
-from onefold.pretrained.hf_names import Whole, whole
+from onefold.pretrained.hf_names import Outgoing, whole
 from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted
 from onefold.reading import StrPath
 from onefold.runtime.hooks import engine_of
@@ -97,7 +97,8 @@ def save_adapters(
     tensors = {}
     for key, name in names.items():
         to = converted(stepped[name], dtype)
-        tensors[key] = Whole.of(outline.tensors[name][1], to, partial(makes[first[name]], to))
+        make, _ = makes.get(first[name], (None, None))
+        tensors[key] = Outgoing(to, outline.tensors[name][1], make and partial(make, to))
 
     def beside(there: Path) -> None:
         _save_config(model, adapter, there)
@@ -313,8 +314,8 @@ def export_merged(
         merging.names[n]: d for n, d in masters(engine).items() if n in merging.names
     }
     beside = partial(save_beside, merging.base, dtype or first_dtype(outline), tokenizer)
-    merged = {
-        plain: partial(merging.whole, makes, own)
+    merged: dict[str, Make] = {
+        plain: (partial(merging.whole, makes, own), None) if own in merging.factors else makes[own]
         for own, plain in merging.names.items()
         if own in makes
     }
@@ -417,10 +418,8 @@ class Merging:
 
     def whole(self, makes: dict[str, Make], name: str, dtype: torch.dtype) -> Tensor | None:
         """Make the model's weight `name` whole, with its adapter added. Collective."""
-        if name not in self.factors:
-            return makes[name](dtype)
         wide, adapter = torch.promote_types(dtype, torch.float32), self.factors[name]
-        weight, a, b = (makes[n](wide) for n in (name, adapter.a, adapter.b))
+        weight, a, b = (makes[n][0](wide) for n in (name, adapter.a, adapter.b))
         if weight is None or a is None or b is None:
             return None
         adapter.add_to(weight, a, b)

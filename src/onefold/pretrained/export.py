@@ -4,10 +4,16 @@ configuration, tokenizer.
     onefold.export        from a sharded model, by its ranks
     export_folder         from a checkpoint, in one process
 
-    plan (shapes on the meta device) ──► files ──► each tensor in turn: whole on the first rank, written
+    plan (shapes on the meta device) ──► files with their headers ──► each tensor in turn:
 
-A tensor is a `Whole`: a stand-in, and a function that makes it whole. The folder gets its name when
-it is complete. An error on one rank is raised on all ranks, and the unfinished folder is removed.
+    | a tensor                                                             | is written by                          |
+    |----------------------------------------------------------------------|----------------------------------------|
+    | as the model has it                                                  | each rank, what it accounts for        |
+    | joined or divided by transformers, merged with an adapter, or held   | the first rank, on which it is whole   |
+    | in boxes of a mesh                                                   |                                        |
+
+The folder gets its name when it is complete. An error on one rank is raised on all ranks, and the
+unfinished folder is removed.
 """
 
 from __future__ import annotations
@@ -29,16 +35,18 @@ from torch import Tensor, nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.manifest import MANIFEST, path_in
+from onefold.checkpoint.parts import Held
 from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
-from onefold.checkpoint.tensorfile import Planned, write_tensors
+from onefold.checkpoint.tensorfile import Planned, numel_of, write_tensors
 from onefold.checkpoint.together import Together, meet
 from onefold.comm import StallError
 from onefold.optim.clip import across_stages
 from onefold.pretrained.fitted import Outline
-from onefold.pretrained.hf_names import Whole, is_transformers, writing
+from onefold.pretrained.hf_names import Outgoing, is_transformers, writing
 from onefold.reading import StrPath, read_json
 from onefold.runtime.engine import Engine
+from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts, StateItem, to_first
@@ -54,8 +62,9 @@ TOKENIZER = (
     "processor_config.json",
 )  # fmt: skip
 
-#: Returns a tensor in a dtype, whole on the host of the first rank, None elsewhere. Collective.
-Make = Callable[[torch.dtype], Tensor | None]
+#: What returns a tensor in a dtype, whole on the host of the first rank, None elsewhere (collective);
+#: and the parameter that it is, if each rank may write a part of it.
+Make = tuple[Callable[[torch.dtype], Tensor | None], Entry | None]
 
 
 def export(
@@ -70,14 +79,14 @@ def export(
     """Write a sharded model as a folder that transformers' `from_pretrained` opens. Collective.
 
     A transformers model is written as its `save_pretrained` does: the same names, tied weights
-    once, config.json. Any other model becomes safetensors with the names of its state dict. The
-    first rank writes. It holds one whole tensor at a time besides its shard (all that transformers
-    joins or divides together, such as the experts of a layer); other ranks hold a few MiB.
+    once, config.json. Any other model becomes safetensors with the names of its state dict. Every
+    rank writes its part, so all must share the file system of `folder`. They hold a few MiB besides
+    their shards. The first rank also holds, one at a time, the whole tensors that transformers joins
+    or divides (all experts of a layer) or that other axes than data divide.
 
     Args:
         model: the return value of `onefold.shard`, or a list of those of this rank's stages of a
-            pipeline, whose names are those of the whole model. All ranks of all stages call it, and
-            the first of each stage writes its tensors; they share the file system of `folder`.
+            pipeline, whose names are those of the whole model. All ranks of all stages call it.
         folder: the folder to create, with its parents.
         dtype: dtype of floating-point parameters in the files. None: each parameter's compute dtype
             (bf16 under bf16). "master": the master weights' dtype (fp32 under bf16).
@@ -115,17 +124,19 @@ def export(
         if dtype == "master":
             outline.dtypes |= masters(engine)
         makes |= wholes(engine, each)
-    together, owners = Together.of(engines[0]), dict[str, int]()
+    together = Together.of(engines[0])
     if stages[0] is not model:
         together = Together.of(engines[0], across_stages(engines))
-        own, outline = outline, Outline()
-        for rank, (said, first) in enumerate(together.all_gather((own, engines[0].rank == 0))):
+        told = together.all_gather((outline, engines[0].group.ranks))
+        outline, owners = Outline(), dict[str, Any]()
+        for said, ranks in told:
             outline.add(said)
-            if first:
-                owners = dict.fromkeys(said.tensors, rank) | owners
+            owners = dict.fromkeys(said.tensors, ranks) | owners
+        # What an earlier stage has too, that one writes
+        makes = {n: make for n, make in makes.items() if owners[n] == engines[0].group.ranks}
     kind = stages[0] if is_transformers(stages[0]) else None
 
-    tensors = plan(outline, makes, kind, asked, owners=owners)
+    tensors = plan(outline, makes, kind, asked)
     beside = partial(save_beside, kind, asked or first_dtype(outline), tokenizer)
     return write(together, Path(folder), tensors, beside, max_shard_bytes, overwrite)
 
@@ -138,8 +149,8 @@ def begin(engines: Iterable[Engine]) -> None:
 
 
 def wholes(engine: Engine, model: nn.Module) -> dict[str, Make]:
-    """Return what makes each parameter (by its first name) and each buffer whole. Neighbours in the
-    order of units decode an encoded flat buffer once.
+    """Return what makes each parameter (by its first name) whole, and on the first rank each buffer.
+    Neighbours in the order of units decode an encoded flat buffer once.
     """
     parts = MasterParts()
 
@@ -149,9 +160,12 @@ def wholes(engine: Engine, model: nn.Module) -> dict[str, Make]:
     def buffer(value: Tensor, dtype: torch.dtype) -> Tensor:
         return value.detach().to("cpu", dtype)
 
-    buffers = beside_parameters(engine, model)[0].items()
-    makes: dict[str, Make] = {name: partial(buffer, value) for name, value in buffers}
-    return makes | {entry.name: partial(parameter, entry) for entry in engine.entries}
+    buffers = beside_parameters(engine, model)[0].items() if engine.rank == 0 else ()
+    makes: dict[str, Make] = {name: (partial(buffer, value), None) for name, value in buffers}
+    for entry in engine.entries:
+        divided = entry.box is not None and entry.box.divided
+        makes[entry.name] = partial(parameter, entry), None if divided else entry
+    return makes
 
 
 def plan(
@@ -160,8 +174,7 @@ def plan(
     model: nn.Module | None,
     dtype: torch.dtype | None,
     tied_once: bool = False,
-    owners: Mapping[str, int] | None = None,
-) -> dict[str, Whole]:
+) -> dict[str, Outgoing]:
     """Return the files' tensors for those of `outline`.
 
     Args:
@@ -170,18 +183,18 @@ def plan(
             None: names do not change.
         dtype: dtype of floating-point parameters; None for those in `outline.dtypes`.
         tied_once: without a `model`, write a tied parameter under its first name only.
-        owners: the rank that writes each tensor, if it is not the first one.
     """
     once = _tied_patterns(model) if model is not None else None
     unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
-    found: dict[str, Whole] = {}
+    found, parts = dict[str, Outgoing](), MasterParts()
     for names in outline.ties:
         first = names[0]
         kept = _kept(names, once) if once is not None else names[:1] if tied_once else names
         kind, shape = outline.tensors[first]
         to = converted(outline.dtypes[first], dtype if kind == "parameter" else None)
-        make, owner = makes.get(first), (owners or {}).get(first, 0)
-        tensor = Whole.of(shape, to, None if make is None else partial(make, to), owner)
+        make, entry = makes.get(first, (None, None))
+        held = None if entry is None else Held(entry, "", to, parts, *parts.accounted(entry))
+        tensor = Outgoing(to, shape, make and partial(make, to), held)
         found |= {name: tensor for name in kept if name not in unwanted}
     in_order = {name: found[name] for name in outline.tensors if name in found}
     return in_order if model is None else writing(in_order, model)
@@ -190,7 +203,7 @@ def plan(
 def write(
     together: Together | None,
     target: Path,
-    tensors: Mapping[str, Whole],
+    tensors: Mapping[str, Outgoing],
     beside: Callable[[Path], None],
     limit: int,
     overwrite: bool,
@@ -219,7 +232,7 @@ def write(
         there = str(made.folder.resolve()) if made is not None else ""
         there = there if together is None else together.from_first(there)
         with each_rank(), disable_torch_function(), torch.no_grad():
-            write_files(Path(there), files, rank)
+            write_files(Path(there), files)
         with each_rank():
             if made is not None:
                 for file in made.folder.rglob("*"):
@@ -230,29 +243,29 @@ def write(
 
 
 def files_of(
-    tensors: Mapping[str, Whole], limit: int, name: str = "model"
-) -> dict[str, dict[str, Whole]]:
+    tensors: Mapping[str, Outgoing], limit: int, name: str = "model"
+) -> dict[str, dict[str, Outgoing]]:
     """Divide tensors among files of at most `limit` bytes, or of one larger tensor. In a file the
     widest dtypes come first, which aligns every element to its size.
     """
-    groups: list[dict[str, Whole]] = [{}]
-    filled, owner = 0, 0
+    groups: list[dict[str, Outgoing]] = [{}]
+    filled = 0
     for key, tensor in tensors.items():
-        if groups[-1] and (filled + tensor.nbytes > limit or tensor.owner != owner):
+        if groups[-1] and filled + tensor.nbytes > limit:
             groups.append({})
             filled = 0
         groups[-1][key] = tensor
-        filled, owner = filled + tensor.nbytes, tensor.owner
+        filled += tensor.nbytes
     many = len(groups) > 1
     return {
         f"{name}{f'-{number:05d}-of-{len(groups):05d}' if many else ''}.safetensors": dict(
-            sorted(group.items(), key=lambda of: -of[1].like.itemsize)
+            sorted(group.items(), key=lambda of: -of[1].dtype.itemsize)
         )
         for number, group in enumerate(groups, 1)
     }
 
 
-def _prepare(folder: Path, files: Mapping[str, Mapping[str, Whole]], name: str) -> None:
+def _prepare(folder: Path, files: Mapping[str, Mapping[str, Outgoing]], name: str) -> None:
     """Write the index of several files.
     Raises: CheckpointError: the disk has no space for them.
     """
@@ -264,7 +277,7 @@ def _prepare(folder: Path, files: Mapping[str, Mapping[str, Whole]], name: str) 
             " written; free space there, or choose another disk."
         )
     if len(files) > 1:
-        count = sum(tensor.like.numel() for tensor in tensors)
+        count = sum(numel_of(tensor.shape) for tensor in tensors)
         index = {
             "metadata": {"total_parameters": count, "total_size": size},
             "weight_map": dict(sorted((key, file) for file in files for key in files[file])),
@@ -273,14 +286,14 @@ def _prepare(folder: Path, files: Mapping[str, Mapping[str, Whole]], name: str) 
         path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def write_files(folder: Path, files: Mapping[str, Mapping[str, Whole]], rank: int = 0) -> None:
-    """Write the files that this rank owns, and take part in making the tensors of others whole.
-    After an error it goes on taking part, and raises at the end.
+def write_files(folder: Path, files: Mapping[str, Mapping[str, Outgoing]]) -> None:
+    """Write what this rank writes, and take part in making tensors whole. After an error it goes on
+    taking part, and raises at the end.
     """
     error: Exception | None = None
     for file, group in files.items():
         left = iter(group.values())
-        if error is None and any(tensor.owner == rank for tensor in group.values()):
+        if error is None:
             try:
                 _write_file(folder / file, group, left)
             except StallError:
@@ -288,29 +301,27 @@ def write_files(folder: Path, files: Mapping[str, Mapping[str, Whole]], rank: in
             except Exception as raised:
                 error = raised
         for tensor in left:
-            if tensor.make is not None:
-                tensor.make()
+            tensor.written()
     if error is not None:
         raise error
 
 
-def _write_file(path: Path, group: Mapping[str, Whole], left: Iterator[Whole]) -> None:
-    """Write a file of the tensors of `group`. Each is taken out of `left` as it is made whole."""
+def _write_file(path: Path, group: Mapping[str, Outgoing], left: Iterator[Outgoing]) -> None:
+    """Write what this rank writes of a file. Each tensor is taken out of `left` before."""
     if not path.parent.is_dir():
         raise CheckpointError(
             f"{path.parent}, made by the first rank, is not there: export to a folder that all ranks"
             " share."
         )
 
-    def following() -> list[Tensor]:
-        make: Any = next(left).make
-        return [make()]
+    def following() -> Iterable[Tensor]:
+        return next(left).written()
 
     planned = [
-        Planned(key, tensor.like.dtype, tuple(tensor.like.shape), following)
-        for key, tensor in group.items()
+        Planned(key, t.dtype, t.shape, following, 0 if t.held is None else t.held.x)
+        for key, t in group.items()
     ]
-    write_tensors(path, planned, exported=True)
+    write_tensors(path, planned, shared=True)
 
 
 def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
@@ -460,7 +471,7 @@ def export_folder(
                     (item.kind, stored.shape),
                     stored.dtype,
                 )
-            makes[item.name] = partial(read, item)
+            makes[item.name] = (partial(read, item), None)
     if not makes:
         raise CheckpointError("there is no parameter in it to export.")
     twin = _twin(near, outline) if known else None

@@ -4,7 +4,6 @@ to the names and shapes of a model.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import re
 from collections.abc import Iterable, Mapping
@@ -180,11 +179,6 @@ class Fitted(Source):
         for run in overlapping(self._runs[item], start, stop):
             into = out[run.at - start : run.at - start + run.length]
             self.source.read(Item("parameter", run.name), run.start, run.start + run.length, into)
-
-    def digest(self) -> bytes:
-        """Return a hash of all tensors, dtypes, shapes and the source's runs, to compare ranks."""
-        found = ((str(i), str(s.dtype), s.shape, self._runs[i]) for i, s in self._items.items())
-        return hashlib.sha256(repr(sorted(found)).encode()).digest()[:16]
 
 
 def refuse_shapes(

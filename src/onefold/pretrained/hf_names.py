@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from onefold.checkpoint.errors import NotStreamed
+from onefold.checkpoint.parts import Held
 from onefold.checkpoint.tensorfile import numel_of
 
 Shape = tuple[int, ...]
@@ -183,27 +184,30 @@ def rules_of(module: nn.Module, saving: bool) -> Rules | None:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Outgoing:
     """A tensor to write.
 
     Attributes:
-        like: a stand-in on the meta device.
-        make: returns the tensor on the rank that writes it, None on others that have parts of it.
+        make: returns it whole on the first of the ranks that have parts of it, None on the others.
             Collective over these. None: this rank has no part.
-        owner: the rank that writes it.
+        held: the part of it that this rank writes. None: it is written whole.
     """
 
-    like: Tensor
+    dtype: torch.dtype
+    shape: Shape
     make: Callable[[], Tensor | None] | None
-    owner: int = 0
-
-    @classmethod
-    def of(cls, shape: Shape, dtype: torch.dtype, make: Any, owner: int = 0) -> Whole:
-        return cls(torch.empty(shape, dtype=dtype, device="meta"), make, owner)
+    held: Held | None = None
 
     @property
     def nbytes(self) -> int:
-        return self.like.numel() * self.like.itemsize
+        return numel_of(self.shape) * self.dtype.itemsize
+
+    def written(self) -> Iterable[Tensor]:
+        """Return what this rank writes, in order. Collective if the tensor is written whole."""
+        if self.held is not None:
+            return self.held.values()
+        whole = None if self.make is None else self.make()
+        return () if whole is None else (whole,)
 
 
 def reading(
@@ -251,14 +255,14 @@ def reading(
     return {name: of for name, of in made.items() if name in expected}, left, rules
 
 
-def writing(tensors: Mapping[str, Whole], module: nn.Module) -> dict[str, Whole]:
+def writing(tensors: Mapping[str, Outgoing], module: nn.Module) -> dict[str, Outgoing]:
     """Return the folder's tensors, made of the model's (`tensors`), so that the folder equals one
     written by `save_pretrained`.
     """
     rules = rules_of(module, saving=True)
     if rules is None or not rules.rules:
         return dict(tensors)
-    out: dict[str, Whole] = {}
+    out: dict[str, Outgoing] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
     for name in sorted(tensors, key=rules.loading.dot_natural_key):
         renamed, pattern = rules.loading.apply_converters(name, rules.converters)
@@ -272,13 +276,13 @@ def writing(tensors: Mapping[str, Whole], module: nn.Module) -> dict[str, Whole]
 
 
 def _made_together(
-    rules: Rules, first: str, sources: list[tuple[str, str]], tensors: Mapping[str, Whole]
-) -> dict[str, Whole]:
+    rules: Rules, first: str, sources: list[tuple[str, str]], tensors: Mapping[str, Outgoing]
+) -> dict[str, Outgoing]:
     """Return what one converter makes of `sources`: on stand-ins now, on whole tensors when the first
     of them is written. If it needs values for the shapes, they keep the model's names;
     `from_pretrained` opens such a folder too.
     """
-    shapes = {name: tuple(tensor.like.shape) for name, tensor in tensors.items()}
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
     names = [name for name, _ in sources]
 
     def convert(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -286,22 +290,24 @@ def _made_together(
         return {rules.loading.apply_renamings(k, rules.renamings): v for k, v in found.items()}
 
     try:
-        likes = convert({name: tensors[name].like for name in names})
+        likes = convert(
+            {n: torch.empty(shapes[n], dtype=tensors[n].dtype, device="meta") for n in names}
+        )
     except (RuntimeError, ValueError, KeyError, IndexError, NotImplementedError):
         return {name: tensors[name] for name in names}
     made: dict[str, Tensor | None] = {}
 
     def make(key: str) -> Tensor | None:
         if not made:
-            values = {name: tensors[name].make() for name in names}  # type: ignore[misc]
+            values = {n: tensor.make() for n in names if (tensor := tensors[n]).make is not None}
             made.update(dict.fromkeys(likes))  # an error must not make this rank ask again
             if any(value is not None for value in values.values()):
                 made.update(convert(values))  # type: ignore[arg-type]
         return made.pop(key)
 
-    whole = tensors[names[0]]
+    here = any(tensors[name].make is not None for name in names)
     return {
-        key: Whole(like, None if whole.make is None else partial(make, key), whole.owner)
+        key: Outgoing(like.dtype, tuple(like.shape), partial(make, key) if here else None)
         for key, like in likes.items()
     }
 

@@ -4,7 +4,7 @@
       │ HuggingFaceSource            the folder's own names
       │   .fitted(module)            the model's names: prefixes, ties, fused tensors (hf_names.py)
       ▼
-    Fitted ──► apply.load_model      each rank reads only the elements that it owns, into its master weights
+    Fitted ──► loading.apply_source  each rank reads only the elements that it owns, into its master weights
 
 Pickles are refused, and no rank holds the whole model. Parameters that are in a file are not
 initialized first.
@@ -22,16 +22,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.checkpoint.apply import load_model
 from onefold.checkpoint.errors import CheckpointError, NotStreamed
+from onefold.checkpoint.loading import apply_source, opened_alike
+from onefold.checkpoint.saving import begun
 from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
 from onefold.checkpoint.tensorfile import TensorFile
-from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.fitted import Fitted, Outline, copies, refuse_shapes, unwrapped
 from onefold.pretrained.hf_names import is_transformers, reading
 from onefold.reading import StrPath, read_json
-from onefold.runtime.engine import Engine
-from onefold.runtime.hooks import engine_of, is_sharded
+from onefold.runtime.hooks import is_sharded
 from onefold.wording import few
 
 
@@ -169,49 +168,10 @@ def load_fitted(
     """Load the source that `fit` opens; it must be the same on every rank. Collective. `call`: the
     public function that was called. Returns (missing names, unexpected names).
     """
-    engine = engine_of(module)
-    with contextlib.closing(settled(engine, call, fit, strict)) as fitted:
-        return load_shards(engine, module, fitted)
-
-
-def settled(engine: Engine, call: str, fit: Callable[[], Fitted], strict: bool) -> Fitted:
-    """Return what `fit` opens. Collective.
-
-    Raises:
-        CheckpointError: on every rank: it raised on one, or ranks have opened different weights; with
-            `strict`, there are missing or unexpected tensors.
-    """
-    meet(engine, call)
-    together = Together.of(engine)
-    with contextlib.ExitStack() as on_error:
-        with together.each_rank():
-            fitted = on_error.enter_context(closed_on_error(fit()))
-            said = (
-                (fitted.missing, "it has nothing for {} of the model's tensors ({})"),
-                (fitted.unexpected, "{} of its tensors fit nowhere in the model ({})"),
-            )
-            parts = [what.format(len(names), few(names)) for names, what in said if names]
-            if strict and parts:
-                raise CheckpointError(
-                    f"{fitted.describe} does not fit this model: {' and '.join(parts)}. Is it of"
-                    " another model, or another version of it? Give strict=False to load what fits."
-                )
-        all_ = together.all_gather(fitted.digest())
-        others = [together.ranks[rank] for rank, digest in enumerate(all_) if digest != all_[0]]
-        if others:
-            raise CheckpointError(
-                f"{fitted.describe} holds other tensors on rank {together.ranks[0]} and on rank"
-                f" {', '.join(map(str, others))}: give every rank the same folder."
-            )
-        return fitted
-
-
-def load_shards(engine: Engine, module: nn.Module, fitted: Fitted) -> tuple[list[str], list[str]]:
-    """Read `fitted` into the model. Collective. Returns its missing and unexpected names."""
-    load_model(engine, module, fitted)
-    if fitted.rules is not None:
-        fitted.rules.remember()
-    return sorted(fitted.missing), list(fitted.unexpected)
+    models, engines, together = begun(call, module)
+    with contextlib.closing(opened_alike(together, fit)) as fitted:
+        loaded = apply_source(engines, models, together, fitted, strict)
+    return list(loaded.missing), list(loaded.unexpected)
 
 
 def recognizes(path: Path) -> bool:

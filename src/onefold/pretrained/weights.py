@@ -19,8 +19,10 @@ import torch
 from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError, NotStreamed
+from onefold.checkpoint.loading import apply_source, opened_alike
+from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.fitted import Fitted, Outline, copies, unwrapped
-from onefold.pretrained.huggingface import load_shards, opened, settled
+from onefold.pretrained.huggingface import opened
 from onefold.reading import StrPath
 from onefold.runtime.engine import Engine
 from onefold.wording import few
@@ -141,14 +143,17 @@ class Weights:
             assert self._fitted is not None
             return self._fitted
 
-        settled(engine, "shard(weights=...)", fitted, strict=False)
+        meet(engine, "shard(weights=...)")
+        opened_alike(Together.of(engine), fitted)
 
     def load_shards(self, engine: Engine, module: nn.Module) -> None:
         """Read the weights into the sharded model. Collective."""
         assert self._fitted is not None
-        missing, unexpected = load_shards(engine, module, self._fitted)
+        together = Together.of(engine)
+        loaded = apply_source([engine], [module], together, self._fitted, strict=False)
         kept = "not in it, so left as the model brought them or as init made them"
-        for names, what in ((missing, kept), (unexpected, "fitting nowhere in the model")):
+        nowhere = "fitting nowhere in the model"
+        for names, what in ((loaded.missing, kept), (loaded.unexpected, nowhere)):
             if names and engine.rank == 0:
                 logging.getLogger("onefold").warning(
                     f"{self._fitted.describe}: {what} ({len(names)}): {few(names)}"
