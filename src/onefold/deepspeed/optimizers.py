@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.deepspeed.named import optimizer_class
+from onefold.deepspeed.named import optimizer_class, optimizer_of
+from onefold.deepspeed.schema import Named
 
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
@@ -87,11 +88,6 @@ def count_as(engine: DeepSpeedEngine, configured: bool) -> None:
         count(optimizer, "DeepSpeedCPUAdagrad")
 
 
-def _made(name: str, kind: Any, params: Iterable[Any], **options: Any) -> Any:
-    """Make an optimizer of a class of torch. `options` of another optimizer are dropped from groups."""
-    return count(kind(_groups(params, inspect.signature(kind).parameters), **options), name)
-
-
 def _groups(params: Iterable[Any], options: Iterable[str]) -> list[dict[str, Any]]:
     listed = list(params)
     if listed and not isinstance(listed[0], dict):
@@ -100,88 +96,45 @@ def _groups(params: Iterable[Any], options: Iterable[str]) -> list[dict[str, Any
     return [{name: v for name, v in group.items() if name in known} for group in listed]
 
 
-class DeepSpeedCPUAdam(metaclass=_Kind):
-    """`torch.optim.AdamW`, or `Adam` if `adamw_mode` is false, by DeepSpeed's name."""
+class _Made(metaclass=_Kind):
+    """Makes the optimizer that a configuration names so, of torch's classes. Params and their defaults
+    are those of the configuration. Options of another optimizer are dropped from parameter groups.
+    """
 
-    def __new__(
-        cls,
-        model_params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        adamw_mode: bool = True,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        if not bias_correction:
-            raise NotImplementedError(
-                "bias_correction=False: torch's Adam always corrects; leave it out."
-            )
-        return _made(
-            cls.__name__,
-            torch.optim.AdamW if adamw_mode else torch.optim.Adam,
-            model_params,
-            lr=lr,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-        )
+    type = ""
+
+    def __new__(cls, params: Iterable[Any] = (), lr: float | None = None, **options: Any) -> Any:
+        params = options.pop("model_params", params)
+        if "adamw_mode" in options:
+            options["adam_w_mode"] = options.pop("adamw_mode")
+        spec = optimizer_of(Named(type=cls.type, params={"lr": lr, **options}))
+        kind: Any = optimizer_class(spec.name)
+        groups = _groups(params, inspect.signature(kind).parameters)
+        return count(kind(groups, **spec.params), cls.__name__)
 
 
-class FusedAdam(metaclass=_Kind):
+class FusedAdam(_Made):
     """`torch.optim.AdamW`, or `Adam` if `adam_w_mode` is false, by DeepSpeed's name."""
 
-    def __new__(
-        cls,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        bias_correction: bool = True,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        adam_w_mode: bool = True,
-        weight_decay: float = 0.0,
-        amsgrad: bool = False,
-        set_grad_none: bool = True,
-    ) -> Any:
-        adam: Any = DeepSpeedCPUAdam
-        options = (lr, bias_correction, betas, eps, weight_decay, amsgrad, adam_w_mode)
-        return adam.__new__(cls, params, *options)
+    type = "Adam"
 
 
-class DeepSpeedCPUAdagrad(metaclass=_Kind):
+class DeepSpeedCPUAdam(_Made):
+    """`torch.optim.AdamW`, or `Adam` if `adamw_mode` is false, by DeepSpeed's name."""
+
+    type = "Adam"
+
+
+class DeepSpeedCPUAdagrad(_Made):
     """`torch.optim.Adagrad`, by DeepSpeed's name."""
 
-    def __new__(
-        cls,
-        model_params: Iterable[Any],
-        lr: float = 1e-2,
-        eps: float = 1e-10,
-        weight_decay: float = 0,
-        amsgrad: bool = False,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        if amsgrad:
-            raise NotImplementedError("amsgrad=True: Adagrad has no such form; leave it out.")
-        options = {"lr": lr, "eps": eps, "weight_decay": weight_decay}
-        return _made("DeepSpeedCPUAdagrad", torch.optim.Adagrad, model_params, **options)
+    type = "Adagrad"
 
 
-class DeepSpeedCPULion(metaclass=_Kind):
+class DeepSpeedCPULion(_Made):
     """Lion of lion-pytorch, by DeepSpeed's name."""
 
-    def __new__(
-        cls,
-        model_params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0,
-        fp32_optimizer_states: bool = True,
-    ) -> Any:
-        options = {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}
-        return _made("DeepSpeedCPULion", optimizer_class("Lion"), model_params, **options)
+    type = "Lion"
 
 
 FusedLion = DeepSpeedCPULion  # DeepSpeed's name for the GPU
