@@ -123,7 +123,6 @@ class TrainerMixin(_Host):
 
     def __init__(self, *args: Any, recipe: Any = None, **kwargs: Any) -> None:
         self._onefold_given: Any = recipe
-        self._onefold_parameters: int | None = None
         self._onefold_made = False
         super().__init__(*args, **kwargs)
         self._onefold_made = True
@@ -208,11 +207,9 @@ class TrainerMixin(_Host):
         accelerator = self.accelerator
         placement, accelerator.device_placement = accelerator.device_placement, False
         try:  # accelerate must not move optimizer states: they are made where they are stored
-            prepared = super()._prepare_for_training(*args, **kwargs)
+            return super()._prepare_for_training(*args, **kwargs)
         finally:
             accelerator.device_placement = placement
-        self._onefold_parameters = None
-        return prepared
 
     def _torch_optimizer(self) -> Any:
         """Return Trainer's optimizer without accelerate's wrappers."""
@@ -237,15 +234,6 @@ class TrainerMixin(_Host):
             self._unscale()
             grad_norm = onefold.clip_grad_norm_(self.model, math.inf)
         return grad_norm
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Estimate the operations as Trainer does, but count the parameters only once."""
-        name = getattr(self.model, "main_input_name", "input_ids")
-        if name not in inputs or not hasattr(self.model, "num_parameters"):
-            return 0
-        if self._onefold_parameters is None:
-            self._onefold_parameters = self.model.num_parameters(exclude_embeddings=True)
-        return 6 * inputs[name].numel() * self._onefold_parameters
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._shard_model()
