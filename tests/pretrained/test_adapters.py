@@ -205,7 +205,7 @@ def test_what_cannot_be_is_told(folder: Path) -> None:
         r"\(PeftType.PROMPT_TUNING\) are not the model's own": lambda: onefold.save_adapters(prompts, folder / "out"),
         "save_adapters": lambda: onefold.export(model, folder / "out"),
         "starts from the base model's weights": lambda: onefold.shard(dora, recipe(), weights=weights),
-        "of the kind IA3 .*build it in memory": lambda: onefold.shard(odd, recipe(), weights=weights),
+        "ia3_l.*other than plain LoRA in memory": lambda: onefold.shard(odd, recipe(), weights=weights),
     }.items():  # fmt: skip
         with pytest.raises(Failed, match=f"(?s){words}"):
             call()

@@ -52,6 +52,7 @@ class HuggingFaceSource(Source):
         self.folder = Path(folder)
         self._files: list[TensorFile] = []
         self._where: dict[str, TensorFile] = {}
+        self._items: dict[Item, Stored] = {}
         with closed_on_error(self):
             self._open(name)
 
@@ -84,18 +85,15 @@ class HuggingFaceSource(Source):
                     f"the index of {self.folder} says that {key!r} is in {path.name}, which does"
                     " not hold it."
                 )
-            self._where[key] = file
+            self._where[key], entry = file, file.header[key]
+            self._items[Item("parameter", key)] = Stored(entry.dtype, entry.shape)
 
     @property
     def describe(self) -> str:
         return f"the Hugging Face folder {self.folder}"
 
     def items(self) -> Mapping[Item, Stored]:
-        return {item: self.stored(item) for item in (Item("parameter", key) for key in self._where)}
-
-    def stored(self, item: Item) -> Stored:
-        entry = self._where[item.name].header[item.name]
-        return Stored(entry.dtype, entry.shape)
+        return self._items
 
     def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
         self._where[item.name].read(item.name, start, stop, out)
@@ -245,12 +243,6 @@ def _quantized(folder: Path) -> str | None:
 
 def _ignored(module: nn.Module, key: str) -> bool:
     """Return whether transformers itself ignores a tensor of this name."""
-    if not is_transformers(module):
-        return False
-    patterns = [*(getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    buffers = [name for name, _ in module.named_buffers()]
-    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
-        patterns.append(r"rotary_emb\.inv_freq")
-    if any(name.endswith("position_ids") for name in buffers):
-        patterns.append(r"(^|\.)position_ids$")
+    own = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+    patterns = (*own, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$") if is_transformers(module) else ()
     return any(re.search(pattern, key) for pattern in patterns)

@@ -115,18 +115,21 @@ class Weights:
         try:
             if getattr(module, "peft_config", None):
                 materialize_adapters(module, device)
-                _refuse_unset(module)
             self._fitted = opened(folder, module)
             self.names = self._fitted.names()
             absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.names]
-            if absent and not makes_up:
+            _, base = unwrapped(module, Outline.of(module))
+            # What peft begins its adapters with is known of LoRA alone
+            known = base.keys() | copies(module).keys()
+            if absent and not (makes_up and known >= {*absent}):
                 left = self._fitted.unexpected
                 more = f", and {len(left)} tensors that fit nowhere in it ({few(left)})"
                 more = more if left else ""
                 raise CheckpointError(
                     f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that"
                     f" the model has on the meta device ({few(absent)}){more}. Is it of another"
-                    " model? Give shard(..., init=function) to initialize what is missing."
+                    " model? Give shard(..., init=function) to initialize what is missing; build"
+                    " adapters of peft other than plain LoRA in memory."
                 )
         except Exception as error:
             self.close()
@@ -202,19 +205,3 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
                     part[name].reset_parameters()
         layer.reset_lora_parameters(name, how)
 
-
-def _refuse_unset(module: nn.Module) -> None:
-    """Raise CheckpointError for adapters that are still on the meta device: their initial values
-    are unknown. Copies of parameters that the folder has are allowed.
-    """
-    outline = Outline.of(module)
-    _, base = unwrapped(module, outline)
-    brought = base.keys() | copies(module).keys()
-    if left := [n for n, p in module.named_parameters() if p.is_meta and n not in brought]:
-        configs: dict[str, Any] = getattr(module, "peft_config", {})
-        kinds = sorted({str(config.peft_type).rpartition(".")[2] for config in configs.values()})
-        raise CheckpointError(
-            f"adapters of the kind {', '.join(kinds)} start with values that cannot be had while the"
-            f" model is on the meta device ({few(left)}): build it in memory (transformers'"
-            " from_pretrained), or use plain LoRA."
-        )
