@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from onefold.optim.states import OptimizerParts, met
 from onefold.runtime.parameters.interval import (
     disable_torch_function,
-    dress,
     owner_of,
     spec_of,
 )
@@ -98,14 +97,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    mine = _piece("safe_set_full_grad", param, value)
-    if isinstance(param.grad, Elsewhere):
-        if mine.numel():
-            safe_set_local_grad(param, mine)
-        return
-    with disable_torch_function():
-        held = param.dtype
-    param.grad = value.to(held, copy=True)  # later changes of `value` must not reach it
+    safe_set_local_grad(param, _piece("safe_set_full_grad", param, value))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -131,54 +123,17 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    grad, (entry, _) = param.grad, owner_of(param)
-    if grad is None:
-        raise ValueError(
-            "safe_set_local_grad: the parameter has no gradient: call it between backward and step."
-        )
-    if isinstance(grad, Elsewhere):
-        there = _held(param, _GRADIENT)
-        assert there is not None
-        mine = _fitting("safe_set_local_grad", value, there.numel())
-        entry.flat.storage.write_gradient(entry, mine)
-    else:
-        _copy_into("safe_set_local_grad", grad, value)
+    _overwrite("safe_set_local_grad", param, _GRADIENT, value)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    entry, engine = owner_of(param)
-    if entry is None or entry.flat.storage.in_place:
-        _copy_into("safe_set_local_fp32_param", param, value)
-        return
-    start, stop = entry.owned()
-    mine = _fitting("safe_set_local_fp32_param", value, stop - start)
-    engine.wait_before_write(entry.flat)
-    parts, (item,) = MasterParts(), master_items([entry])
-    with torch.no_grad(), disable_torch_function():
-        parts.write(item, start, stop, mine)
-        parts.finish()
-    engine.make_stale()
+    _overwrite("safe_set_local_fp32_param", param, _MASTERS, value)
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    call, spec, (entry, _) = "safe_set_local_optimizer_state", spec_of(param), owner_of(param)
-    if (found := _state(param, optim_state_key)) is None:
-        if spec is not None and spec.start == spec.stop:
-            return
-        raise ValueError(
-            f"there is no state {optim_state_key!r} of this parameter; states come into being with"
-            " the first step."
-        )
-    optimizer, state = found
-    if spec is None:
-        _copy_into(call, state, value)
-        return
-    start, stop = entry.owned()
-    with torch.no_grad(), disable_torch_function():
-        mine = _fitting(call, value, stop - start)
-        OptimizerParts(optimizer).store(entry, optim_state_key, start, stop, mine)
+    _overwrite("safe_set_local_optimizer_state", param, optim_state_key, value)
 
 
 # -- this rank's elements --------------------------------------------------------------------------
@@ -250,21 +205,6 @@ def _optimizers_of(param: nn.Parameter) -> list[Any]:
     ]
 
 
-def _fitting(call: str, value: Tensor, numel: int) -> Tensor:
-    """Return `value` as a plain one-dimensional tensor.
-
-    Raises:
-        ValueError: it has not `numel` elements.
-    """
-    with disable_torch_function():
-        plain = value.detach().as_subclass(Tensor).reshape(-1)
-    if plain.numel() != numel:
-        raise ValueError(
-            f"{call} was given {plain.numel()} elements, expected the {numel} that this rank has."
-        )
-    return plain
-
-
 def _piece(call: str, param: nn.Parameter, value: Tensor) -> Tensor:
     """Return this rank's elements of a whole tensor."""
     if value.shape != param.shape:
@@ -276,11 +216,38 @@ def _piece(call: str, param: nn.Parameter, value: Tensor) -> Tensor:
     return value.reshape(-1) if spec is None else spec.piece(value)
 
 
-def _copy_into(call: str, held: Tensor, value: Tensor) -> None:
-    """Copy this rank's elements into a parameter, a gradient or a state that is in memory."""
-    spec = spec_of(held)
-    with disable_torch_function():
-        own = held.detach().as_subclass(Tensor)
-        plain = _fitting(call, value, own.numel()).to(own.device, own.dtype).reshape(own.shape)
-    with torch.no_grad():
-        held.copy_(plain if spec is None else dress(plain, spec))
+def _overwrite(call: str, param: nn.Parameter, what: str, value: Tensor) -> None:
+    """Overwrite this rank's elements by `value`, of any shape and dtype.
+
+    Raises:
+        ValueError: they do not exist, or `value` has another number of elements.
+    """
+    held, spec, (entry, engine) = _held(param, what), spec_of(param), owner_of(param)
+    on_disk = what == _GRADIENT and isinstance(param.grad, Elsewhere)
+    if held is None and spec is not None and spec.start == spec.stop:
+        return
+    if held is None:
+        raise ValueError(
+            f"{call}: this parameter has no {what or 'master weights'}: gradients are there between"
+            " backward and step, states of the optimizer from the first step on."
+        )
+    with torch.no_grad(), disable_torch_function():
+        mine = value.detach().as_subclass(Tensor).reshape(-1)
+        if mine.numel() != held.numel():
+            raise ValueError(
+                f"{call} was given {mine.numel()} elements, expected the {held.numel()} that this"
+                " rank has."
+            )
+        start, stop = (0, 0) if entry is None else entry.owned()
+        if entry is None or (what == _GRADIENT and not on_disk):
+            held.copy_(mine.view(held.shape))
+        elif on_disk:
+            entry.flat.storage.write_gradient(entry, mine)
+        elif what == _MASTERS:
+            engine.wait_before_write(entry.flat)
+            parts, (item,) = MasterParts(), master_items([entry])
+            parts.write(item, start, stop, mine)
+            parts.finish()
+            engine.make_stale()
+        elif (found := _state(param, what)) is not None:
+            OptimizerParts(found[0]).store(entry, what, start, stop, mine)

@@ -103,6 +103,9 @@ def _warn() -> None:
 # -- the loss scale of fp16 ------------------------------------------------------------------------
 
 
+_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
 class LossScaler:
     """Hold the loss scale and change it. Ranks that report the same overflows have the same scale.
 
@@ -192,17 +195,11 @@ class LossScaler:
 
     def state_dict(self) -> dict[str, float]:
         """Return the state, under the names that DeepSpeed's scaler uses."""
-        return {
-            "cur_scale": self.scale,
-            "cur_iter": self.cur_iter,
-            "last_overflow_iter": self.last_overflow_iter,
-            "cur_hysteresis": self.cur_hysteresis,
-        }
+        return {name: getattr(self, name) for name in _STATE}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.scale, self.cur_iter = float(state["cur_scale"]), int(state["cur_iter"])
-        self.last_overflow_iter = int(state["last_overflow_iter"])
-        self.cur_hysteresis = int(state["cur_hysteresis"])
+        for name in _STATE:
+            setattr(self, name, state[name])
 
 
 def scale_gradients(module: nn.Module, factor: float) -> None:
