@@ -144,11 +144,9 @@ class Intervals:
 _KEPT = Intervals()
 
 
-def gather(params: Sequence[nn.Parameter]) -> list[bool]:
-    """Make the parameters whole on every rank, with rank 0's values. Collective.
-
-    If rank 0 has replaced a parameter by `p.data = value`, its new values are broadcast. Returns
-    for each parameter whether that was so, or it was not divided.
+def gather(params: Sequence[nn.Parameter]) -> None:
+    """Make the parameters whole on every rank, with rank 0's values: its new ones if it has replaced
+    a parameter by `p.data = value`. Collective.
     """
     replaced = agree(
         "parameters are gathered", [not isinstance(p, DividedParameter) for p in params]
@@ -171,7 +169,6 @@ def gather(params: Sequence[nn.Parameter]) -> list[bool]:
                 dist.all_gather(parts, as_bytes(there))
                 whole = whole[: like.numel()].view(like.shape)
                 param.data = whole.to(like.device, like.dtype)
-    return replaced
 
 
 def note(param: nn.Parameter, stays: bool = False) -> None:

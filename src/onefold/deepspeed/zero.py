@@ -28,7 +28,7 @@ The attributes `ds_*` that callers read from parameters, under `zero.Init` and a
 | all_gather(), partition()              | `GatheredParameters` as calls: enter it, and leave it                  |
 
 Parameters that were not made under `zero.Init`, and belong to no engine of stage 3, have none of
-these attributes. On one rank nothing is divided. The status is NOT_AVAILABLE outside of passes and
+these attributes. On one rank nothing is divided. The status is NOT_AVAILABLE outside of
 `GatheredParameters` there too, as in DeepSpeed, so that code behaves alike on every number of ranks.
 """
 
@@ -83,8 +83,6 @@ DEPTH = "_onefold_gathered"
 LOCAL = "_onefold_local"
 #: Whether a write in a context that drops it raises (`enable_sanity_checks`).
 CHECKED = "_onefold_checked"
-#: A list with an item for each forward pass of the parameter's model under way; on one rank only.
-PASSES = "_onefold_passes"
 _ids = itertools.count()
 _WRITTEN = "_onefold_written_inside"
 _CALLED = "_onefold_gathered_by_a_call"
@@ -285,7 +283,7 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
         self._params = _ordered(params, modifier_rank is not None) if enabled else []
         # Of those that an outer context has gathered, and of all on one rank: DEPTH alone
-        self._early: dict[nn.Parameter, tuple[Tensor | None, torch.Size, torch.dtype]] = {}
+        self._early: dict[nn.Parameter, tuple[Tensor | None, torch.Size]] = {}
         self._local: dict[nn.Parameter, Tensor] = {}
         self._wholes: list[Engine] = []
 
@@ -299,15 +297,13 @@ class GatheredParameters:
             if isinstance(param, ShardedParameter):
                 fresh.setdefault(engine, []).append(entry)
             else:
-                self._early[param] = (divided.values_of(param), param.shape, param.dtype)
+                self._early[param] = None, param.shape
         if early := [*self._early]:
             agree(f"GatheredParameters of {divided.shapes(early)} begins", params=early)
-            for param, replaced in zip(early, divided.gather(early), strict=True):
-                values, *size = self._early[param]
-                if values is not None:
-                    values = divided.interval(param) if replaced else values
-                    self._early[param] = (values, *size)  # type: ignore[assignment]
-                    param.__dict__[LOCAL] = values
+            divided.gather(early)
+            for param in filter(divided.can_divide, early):
+                values = param.__dict__[LOCAL] = divided.interval(param)
+                self._early[param] = values, param.shape
         for engine, entries in fresh.items():
             self._gather(engine, entries)
         self._checked = [(p, p._version) for p in self._params if CHECKED in p.__dict__]
@@ -360,14 +356,12 @@ class GatheredParameters:
                 if local is not None:
                     _put_back(param, local, writes)
                 elif param in early:
-                    values, *size = early[param]
-                    if writes:
-                        divided.divide(param, self.modifier_rank or 0)
-                    elif written or values is None or [param.shape, param.dtype] != size:
-                        # A nested context has written it, or it was given another shape everywhere
-                        divided.divide(param, 0)
-                    else:
+                    values, shape = early[param]
+                    same = values is not None and (values.dtype, shape) == (param.dtype, param.shape)
+                    if values is not None and same and not written:
                         divided.hide(param, values)
+                    else:  # also if it was given another shape everywhere
+                        divided.divide(param, (self.modifier_rank or 0) if writes else 0)
         if dropped and error is None and self.modifier_rank is None:
             raise RuntimeError(
                 f"in-place modification of {divided.shapes(dropped)} inside GatheredParameters"
@@ -488,7 +482,7 @@ def give_facts(params: Iterable[nn.Parameter], checked: bool = False) -> None:
 def take_facts(params: Iterable[nn.Parameter]) -> None:
     """Remove what `give_facts` has set: the parameters' model goes on below stage 3."""
     for param in params:
-        for name in ("ds_id", "ds_shape", "ds_numel", "ds_active_sub_modules", PASSES):
+        for name in ("ds_id", "ds_shape", "ds_numel", "ds_active_sub_modules"):
             param.__dict__.pop(name, None)
 
 
@@ -498,13 +492,8 @@ def alone() -> bool:
 
 def status_of(param: nn.Parameter) -> ZeroParamStatus:
     entry = entry_of(param)
-    if isinstance(param, Whole) or param.__dict__.get(DEPTH):
-        whole = True
-    elif alone():
-        whole = bool(param.__dict__.get(PASSES))
-    elif isinstance(param, divided.DividedParameter):
-        whole = False
-    else:
+    whole = isinstance(param, Whole) or bool(param.__dict__.get(DEPTH))
+    if not (whole or alone() or isinstance(param, divided.DividedParameter)):
         whole = entry is None or not entry.flat.divided or entry.unit.in_use > 0
     return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
 
@@ -560,15 +549,7 @@ def _read(name: str, tensor: Any) -> Any:
 
 def mark(model: nn.Module, checked: bool) -> None:
     """Give the parameters of a model at stage 3 the attributes `ds_*`."""
-    params = [entry.param for entry in engine_of(model).entries]
-    give_facts(params, checked)
-    if alone():
-        # The engine has nothing to do in a pass, and does not know that one is under way
-        passes: list[None] = []
-        model.register_forward_pre_hook(lambda *_: passes.append(None))
-        model.register_forward_hook(lambda *_: passes.pop(), always_call=True)
-        for param in params:
-            param.__dict__[PASSES] = passes
+    give_facts((entry.param for entry in engine_of(model).entries), checked)
     for module in model.modules():
         module.__dict__["ds_external_parameters"] = tuple  # a call returns none
         module.__dict__["_external_params"] = {}
