@@ -547,7 +547,9 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """Release the optimizer, the schedule and the data loader; the module stays usable."""
-        self._passes.close()
+        core = onefold.engine_of(self.module)
+        if core.follower is self._passes:  # no other engine has taken the module over
+            core.follower = None
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
     def set_lr(self, lr: float) -> None:

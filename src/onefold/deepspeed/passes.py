@@ -10,8 +10,7 @@ a loss's `backward()`.
 | `torch.autograd.grad(loss, ...)`           | returned as they are                                     |
 
 All of it is decided once a backward pass, at its beginning. The core tells when that is
-(runtime/engine.py). On one process parameters may be plain, and the core hooks nothing: then
-hooks on the parameters tell.
+(runtime/engine.py), also on one rank, where `initialize` asks for flat buffers.
 """
 
 from __future__ import annotations
@@ -23,11 +22,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch import Tensor
 
 import onefold
-from onefold.runtime.differentiate import will_accumulate
 
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
@@ -63,28 +60,7 @@ class Passes:
         self._engine: Callable[[], DeepSpeedEngine | None] = weakref.ref(engine)
         self._in_backward = 0
         self._loss_scaled = False
-        self._handles: list[Any] = []
-        # Plain parameters whose gradients are hooked, and the pass that the hooks are in
-        self._hooked: Any = WeakIdKeyDictionary()
-        self._open, self._factor = False, 1.0
-        core = onefold.engine_of(engine.module)
-        if isinstance(core.follower, Passes):
-            core.follower.close()
-        core.follower = self
-        if core.unsharded:
-            self._hook(engine.module)
-
-    def close(self) -> None:
-        """Follow no more passes."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        engine = self._engine()
-        if engine is not None:
-            core = onefold.engine_of(engine.module)
-            if core.follower is self:
-                core.follower = None
-        self._engine = lambda: None
+        onefold.engine_of(engine.module).follower = self
 
     # -- what the core asks (runtime/engine.py) ---------------------------------------------------
 
@@ -94,9 +70,7 @@ class Passes:
         return engine is None or engine.reduces_now
 
     def forward_begins(self) -> None:
-        if torch._C._current_graph_task_id() == -1:
-            # A backward pass that raised did not come to its end
-            self._loss_scaled = self._open = False
+        self._loss_scaled = False  # a backward pass that raised did not come to its end
         self._drop_stepped()
 
     def backward_begins(self) -> float:
@@ -149,30 +123,3 @@ class Passes:
     def _scaled_pass(self, _: Tensor) -> None:
         self._loss_scaled = True
         _at_end(partial(setattr, self, "_loss_scaled", False))
-
-    # -- plain parameters, on one process ------------------------------------------------------------
-
-    def _hook(self, module: nn.Module) -> None:
-        self._handles.append(module.register_forward_pre_hook(self._before_forward, prepend=True))
-        self._hook_parameters(module)
-
-    def _before_forward(self, module: nn.Module, _: Any) -> None:
-        self._hook_parameters(module)
-        self.forward_begins()
-
-    def _hook_parameters(self, module: nn.Module) -> None:
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter not in self._hooked:
-                hook = partial(self._arriving, weakref.ref(parameter))
-                self._hooked[parameter] = True
-                self._handles.append(parameter.register_hook(hook))
-
-    def _arriving(self, leaf: weakref.ref[nn.Parameter], gradient: Tensor) -> Tensor | None:
-        """Return the gradient that is to be accumulated into `leaf`; None leaves it as it is."""
-        parameter = leaf()
-        if parameter is None or not will_accumulate(parameter):
-            return None
-        if not self._open:
-            self._open, self._factor = True, self.backward_begins()
-            _at_end(partial(setattr, self, "_open", False))
-        return gradient if self._factor == 1 else gradient * self._factor

@@ -47,7 +47,7 @@ from onefold.layout import LOW
 from onefold.optim.states import meet
 from onefold.reading import StrPath
 from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.runtime.flat import declare
+from onefold.runtime.flat import BUFFERED, declare
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.sharding import unshard
 
@@ -197,9 +197,11 @@ def _configuration(
 def _shard(
     model: nn.Module, recipe: Recipe, settings: DeepSpeedConfig, group: Any, units: Any
 ) -> None:
-    if is_sharded(model) and engine_of(model).recipe != recipe:
+    if is_sharded(model) and (engine_of(model).unsharded or engine_of(model).recipe != recipe):
         unshard(model)
     if not is_sharded(model):
+        for param in model.parameters():
+            param.__dict__[BUFFERED] = True  # an engine follows the passes of flat buffers
         if settings.precision is not None:
             # `param.dtype` shows the precision of the file, as after DeepSpeed's cast of the
             # module. Master weights begin with the values as they are.

@@ -292,11 +292,11 @@ class GatheredParameters:
         for param in self._params:
             own, (entry, engine) = param.__dict__, owner_of(param)
             own[DEPTH] = own.get(DEPTH, 0) + 1
-            if own[DEPTH] > 1 or alone():
+            if own[DEPTH] > 1:
                 continue
             if isinstance(param, ShardedParameter):
                 fresh.setdefault(engine, []).append(entry)
-            else:
+            elif not alone():
                 self._early[param] = None, param.shape
         if early := [*self._early]:
             agree(f"GatheredParameters of {divided.shapes(early)} begins", params=early)
@@ -400,12 +400,11 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
     found: dict[tuple[int, int], nn.Parameter] = {}
     for p in params.parameters() if isinstance(params, nn.Module) else listed:
         own, (entry, engine) = getattr(p, "__dict__", {}), owner_of(p)
-        if alone():
-            if "ds_id" in own:
-                found[0, own["ds_id"]] = p
-        elif engine is None:
+        if engine is None:
             if EARLY in own:
                 found[0, own[EARLY].number] = p
+            elif alone() and "ds_id" in own:
+                found[0, own["ds_id"]] = p
         elif engine.in_pass:
             if writes:
                 raise RuntimeError(

@@ -23,7 +23,7 @@ from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
 from onefold.deepspeed.reader import named_in
 from onefold.deepspeed.state import write_whole
-from onefold.deepspeed.zero import DEPTH, alone
+from onefold.deepspeed.zero import DEPTH
 from onefold.reading import StrPath
 from onefold.recipe.options import bytes_of
 from onefold.runtime.hooks import is_sharded
@@ -85,7 +85,7 @@ def load_state_dict_from_zero_checkpoint(
         )
         return model
     gathered = [bool(param.__dict__.get(DEPTH)) for param in model.parameters()]
-    if not any(gathered) or alone():
+    if not any(gathered):
         onefold.load(_folder(checkpoint_dir, tag), model=model, strict=False)
         return model
     if not all(gathered):

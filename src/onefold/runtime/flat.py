@@ -52,6 +52,10 @@ if TYPE_CHECKING:
 # the places that refer to it.
 
 
+#: The mark of a parameter that is to have a flat buffer, also on one rank.
+BUFFERED = "_onefold_buffered"
+
+
 def declared_dtype(param: torch.Tensor) -> torch.dtype:
     """Return the dtype that a parameter had when `shard()` got it. (`onefold.unshard`
     leaves it in master precision.)
@@ -230,7 +234,10 @@ class Flat:
             trainable=kind.trainable,
             stored=kind.encoded,
             tiers=tiers,
-            in_place=all(f.param.dtype == dtypes.compute and f.box is None for f in found),
+            in_place=all(
+                f.param.dtype == dtypes.compute and f.box is None and BUFFERED not in f.param.__dict__
+                for f in found
+            ),
             native=group.native,
             rooms=tuple(f.room for f in found) if any(f.box is not None for f in found) else None,
         )
