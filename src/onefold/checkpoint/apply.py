@@ -23,7 +23,6 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.parts import CHUNK, Held, groups_of
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
-from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits, short
 from onefold.comm import Group
 from onefold.optim.faced_states import policy_of

@@ -138,7 +138,9 @@ def source_of(path: Path) -> Source:
 
 
 def opened_alike(
-    together: Together, opened: Callable[[], SourceT], given: Mapping[str, str] = MappingProxyType({})
+    together: Together,
+    opened: Callable[[], SourceT],
+    given: Mapping[str, str] = MappingProxyType({}),
 ) -> SourceT:
     """Open the same source on all ranks. Collective: all raise if one rank cannot open it, sees other
     tensors in it, or was `given` other things to load.

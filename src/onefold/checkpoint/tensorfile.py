@@ -140,9 +140,7 @@ def _blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK)
 
 
-def write_tensors(
-    path: Path, planned: Sequence[Planned], shared: bool = False
-) -> tuple[int, str]:
+def write_tensors(path: Path, planned: Sequence[Planned], shared: bool = False) -> tuple[int, str]:
     """Write a new file, tensor by tensor. Returns after the file has been flushed to disk: its size in
     bytes, and its digest (see `TensorFile`).
     `shared`: of an export, without checksums, of which each rank writes its parts and all the header;

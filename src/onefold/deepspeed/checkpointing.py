@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.utils.checkpoint
 
-from onefold.deepspeed.small import log_dist
+from onefold.deepspeed.utilities import log_dist
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
 _configured = [False]

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from onefold.deepspeed.schema import LeafModules
-from onefold.deepspeed.small import logger
+from onefold.deepspeed.utilities import logger
 
 __all__ = [
     "get_z3_leaf_modules",

@@ -38,8 +38,8 @@ from onefold.deepspeed.optimizers import count_as
 from onefold.deepspeed.precision import mark_for_the_wire
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
 from onefold.deepspeed.serving import serving
-from onefold.deepspeed.small import get_local_rank, join
 from onefold.deepspeed.state import whole_in
+from onefold.deepspeed.utilities import get_local_rank, join
 from onefold.deepspeed.zero import ParameterOffload, mark, take_facts
 from onefold.device import available, default_device, of_local_rank, set_default
 from onefold.hosts import stream_to_vllm

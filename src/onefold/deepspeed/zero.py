@@ -52,7 +52,7 @@ from torch.utils.hooks import RemovableHandle
 from onefold.deepspeed import divided
 from onefold.deepspeed.divided import EARLY, agree, broadcast, leave
 from onefold.deepspeed.meaning import DeepSpeedConfig
-from onefold.deepspeed.small import join
+from onefold.deepspeed.utilities import join
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -357,7 +357,10 @@ class GatheredParameters:
                     _put_back(param, local, writes)
                 elif param in early:
                     values, shape = early[param]
-                    same = values is not None and (values.dtype, shape) == (param.dtype, param.shape)
+                    same = values is not None and (values.dtype, shape) == (
+                        param.dtype,
+                        param.shape,
+                    )
                     if values is not None and same and not written:
                         divided.hide(param, values)
                     else:  # also if it was given another shape everywhere

@@ -244,5 +244,7 @@ def _quantized(folder: Path) -> str | None:
 def _ignored(module: nn.Module, key: str) -> bool:
     """Return whether transformers itself ignores a tensor of this name."""
     own = getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-    patterns = (*own, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$") if is_transformers(module) else ()
+    patterns = (
+        (*own, r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$") if is_transformers(module) else ()
+    )
     return any(re.search(pattern, key) for pattern in patterns)

@@ -204,4 +204,3 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
                 if hasattr(part[name], "reset_parameters"):
                     part[name].reset_parameters()
         layer.reset_lora_parameters(name, how)
-

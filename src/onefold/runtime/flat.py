@@ -235,7 +235,9 @@ class Flat:
             stored=kind.encoded,
             tiers=tiers,
             in_place=all(
-                f.param.dtype == dtypes.compute and f.box is None and BUFFERED not in f.param.__dict__
+                f.param.dtype == dtypes.compute
+                and f.box is None
+                and BUFFERED not in f.param.__dict__
                 for f in found
             ),
             native=group.native,
