@@ -195,30 +195,19 @@ def divide(param: nn.Parameter, source: int) -> None:
     """
     if isinstance(param, DividedParameter):
         return
-    if not can_divide(param):
-        if _has_values(param):
-            broadcast(param.data, source)
-        return
-    wire, each = _wire(param.device), -(-param.numel() // dist.get_world_size())
-    mine = torch.empty(each, dtype=param.dtype, device=wire)
-    parts = None
-    if dist.get_rank() == source:
-        parts = [as_bytes(part.to(wire)) for part in _intervals(param)]
-    dist.scatter(as_bytes(mine), parts, src=source)
-    hide(param, mine.to(param.device))
+    if _has_values(param):
+        broadcast(param.data, source)
+    if can_divide(param):
+        hide(param, interval(param))
 
 
 def interval(param: nn.Parameter) -> Tensor:
-    """Return this rank's interval of the values that a whole parameter has here."""
-    return _intervals(param)[dist.get_rank()].clone()
-
-
-def _intervals(param: nn.Parameter) -> tuple[Tensor, ...]:
-    """Return the ranks' intervals of a whole parameter; the last ones are filled up with zeros."""
-    flat, world = param.data.detach().reshape(-1), dist.get_world_size()
-    padded = flat.new_zeros(-(-flat.numel() // world) * world)
-    padded[: flat.numel()].copy_(flat)
-    return padded.split(padded.numel() // world)
+    """Return this rank's interval of the values that a whole parameter has here; the last ones are
+    filled up with zeros.
+    """
+    flat, each = param.data.detach().reshape(-1), -(-param.numel() // dist.get_world_size())
+    mine = flat[dist.get_rank() * each :][:each]
+    return torch.nn.functional.pad(mine, (0, each - mine.numel()))
 
 
 def values_of(param: nn.Parameter) -> Tensor | None:

@@ -26,8 +26,6 @@ from onefold.device import (
     device_count,
     free_memory,
     memory_figures,
-    rng_state,
-    set_rng_state,
 )
 from onefold.memory import free_host_memory, total_host_memory
 
@@ -116,16 +114,8 @@ def _current() -> int | str:
     return get_local_rank() % device_count() if available() else "cpu"
 
 
-def _get_rng_state(device_index: int | None = None) -> Tensor:
-    state = rng_state(torch.device(_name(_current())))
-    return torch.get_rng_state() if state is None else state
-
-
-def _set_rng_state(new_state: Tensor, device_index: int | None = None) -> None:
-    if available():
-        set_rng_state(new_state, torch.device(_name(_current())))
-    else:
-        torch.set_rng_state(new_state)
+def _module() -> Any:
+    return torch.get_device_module(default_device()) if available() else torch
 
 
 _METHODS: Mapping[str, Callable[..., Any]] = {
@@ -156,8 +146,8 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
     "random": lambda: torch.random,
     "manual_seed_all": torch.manual_seed,
-    "get_rng_state": _get_rng_state,
-    "set_rng_state": _set_rng_state,
+    "get_rng_state": lambda device_index=None: _module().get_rng_state(),
+    "set_rng_state": lambda new_state, device_index=None: _module().set_rng_state(new_state),
 }
 #: {former name of one of torch.accelerator's functions: its name}
 _FORMER = {
