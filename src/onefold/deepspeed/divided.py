@@ -279,8 +279,7 @@ def leave(error: BaseException) -> None:
 
 def as_bytes(tensor: Tensor) -> Tensor:
     """View the same memory as bytes, which every backend can send."""
-    flat = tensor.detach().reshape(-1)
-    return (torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat).view(torch.uint8)
+    return tensor.detach().reshape(-1).view(torch.uint8)
 
 
 def _wire(device: torch.device) -> torch.device:

@@ -40,7 +40,7 @@ from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
 from onefold.deepspeed.serving import serving
 from onefold.deepspeed.state import whole_in
 from onefold.deepspeed.utilities import get_local_rank, join
-from onefold.deepspeed.zero import ParameterOffload, mark, take_facts
+from onefold.deepspeed.zero import ParameterOffload, mark
 from onefold.device import available, default_device, of_local_rank, set_default
 from onefold.hosts import stream_to_vllm
 from onefold.layout import LOW
@@ -228,7 +228,6 @@ def _meet_hosts(engine: DeepSpeedEngine, configured: bool) -> None:
         count_as(engine, configured)
     if settings.zero_optimization_stage < 3:
         _give_whole_state_dicts(engine)
-        take_facts(model.parameters())  # a former engine at stage 3 may have given them
     else:
         mark(model, settings.enable_sanity_checks)
         mark_configured(model, settings.leaf_module, optimizer)

@@ -481,13 +481,6 @@ def give_facts(params: Iterable[nn.Parameter], checked: bool = False) -> None:
             own[CHECKED] = True
 
 
-def take_facts(params: Iterable[nn.Parameter]) -> None:
-    """Remove what `give_facts` has set: the parameters' model goes on below stage 3."""
-    for param in params:
-        for name in ("ds_id", "ds_shape", "ds_numel", "ds_active_sub_modules"):
-            param.__dict__.pop(name, None)
-
-
 def alone() -> bool:
     return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
 
@@ -560,8 +553,7 @@ def mark(model: nn.Module, checked: bool) -> None:
 class ParameterOffload:
     """The object that callers find as `optimizer.parameter_offload`. TRL removes DeepSpeed's hooks from
     the model before it generates inside `GatheredParameters`, and registers them again afterwards.
-    Here a gathered model communicates nothing, so no hook has to be removed. As a context it does
-    the same.
+    Here a gathered model communicates nothing, so no hook has to be removed.
 
     Attributes:
         forward_hooks, backward_hooks: handles of hooks that TRL removes: one that does nothing.
@@ -572,12 +564,6 @@ class ParameterOffload:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.proxy(module)
-        self._register_deepspeed_module()
-
-    def __enter__(self) -> None:
-        self.forward_hooks = self.backward_hooks = []
-
-    def __exit__(self, *_: Any) -> None:
         self._register_deepspeed_module()
 
     def empty_partition_cache(self) -> None:
@@ -594,5 +580,10 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     sends nothing. Yields the engine. Collective; changes of the values are dropped.
     """
     offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
-    with GatheredParameters(model.parameters()), offload or contextlib.nullcontext():
-        yield model
+    offload = offload or ParameterOffload(model)
+    with GatheredParameters(model.parameters()):
+        offload.forward_hooks = offload.backward_hooks = []
+        try:
+            yield model
+        finally:
+            offload._register_deepspeed_module()
