@@ -66,8 +66,6 @@ class Plan:
         notes: sentences that may change a decision. assumptions: what the figures rest on; the first
             states the bytes per parameter.
         slow_links: every way to send less between nodes; None if their links are not slow.
-        native: the recommendation with gradients added up by NCCL, or in rank order if it has that;
-            None if there is no choice.
         asked: the stages that may be recommended; (): all.
         searched: how many meshes were looked at; 0: none was searched for.
     """
@@ -84,7 +82,6 @@ class Plan:
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
     slow_links: SlowLinks | None = None
-    native: Candidate | None = None
     asked: tuple[int, ...] = ()
     searched: int = 0
 
@@ -223,7 +220,6 @@ def planned(
             more["slow_links"] = slow = search.slow_links(question, best, stages)
             best = slow.taken if slow is not None else best
             more["next_steps"] = tuple(search.next_steps(question, best, stages))
-            more["native"] = _otherwise_added(question, best)
         sizes = more["largest_micro_batch"] = dict[int, int]()
         for c in rows if largest else ():
             fitting = search.largest_micro_batch(question, c.scheme)
@@ -236,19 +232,6 @@ def planned(
         shape, machine, job, tuple(rows), best,
         activations=subject.source, why_not=why_not, assumptions=tuple(said), asked=stages, **more,
     )  # fmt: skip
-
-
-def _otherwise_added(question: Question, best: Candidate) -> Candidate | None:
-    """Return the recommendation with gradients added up the other way, by NCCL or in rank order. None
-    if there is no choice (one rank, gloo, encoded gradients), or if the machine's speeds are unknown.
-    """
-    machine, job, recipe = question.machine, question.job, best.scheme.recipe(question.job)
-    # Calibrations measure ordered sums only
-    if machine.ranks == 1 or machine.is_here or recipe.gradients.codec is not None:
-        return None
-    other = "native" if recipe.reduce != "native" else "ordered"
-    otherwise = replace(job, options=tuple({**dict(job.options), "reduce": other}.items()))
-    return replace(question, job=otherwise).answer(best.scheme)
 
 
 def _last_asked(candidates: Sequence[Candidate], stages: tuple[int, ...]) -> Candidate | None:

@@ -11,7 +11,6 @@ from rich.table import Table
 
 from onefold.comm import OWNERS
 from onefold.plan.account import Candidate
-from onefold.plan.job import Job
 from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS
 from onefold.plan.search import SlowLinks
@@ -100,8 +99,6 @@ def show(plan: Plan, console: Console | None = None, explain: bool = False) -> N
         if placed is not None:
             _print(out, placed)
             out.print(moves_said(plan.shown))
-    if explain and plan.native is not None and plan.recommended is not None:
-        out.print(sums_said(plan.recommended, plan.native, plan.job))
     for note in (*plan.notes, *(plan.assumptions if explain else ())):
         out.print(f"[dim]{note}[/dim]")
 
@@ -264,22 +261,6 @@ def moves_said(found: Candidate) -> str:
         seconds = ", ".join(f"{n} {in_seconds(tiers[n])}" for n in TIER_SECONDS if tiers.get(n))
         text += f"; {seconds}; {in_seconds(found.account.seconds.get('io', 0))} exposed"
     return text
-
-
-def sums_said(best: Candidate, other: Candidate, job: Job) -> str:
-    """Return a sentence on who adds gradients up, and what the other way would cost."""
-    ways = {
-        "ordered": "added in rank order, in fp32: the same bits at every stage (reduce='ordered')",
-        "native": "added by NCCL, in the wire's dtype and an order of its own (reduce='native')",
-    }
-    asked = dict(job.options).get("reduce") or "ordered"
-    said = [ways.pop("native" if asked == "native" else "ordered"), *ways.values()]
-    seconds = [in_seconds(c.step) for c in (best, other)]
-    peaks = [gib(c.account.peak_bytes) for c in (best, other)]
-    return (
-        f"gradients are {said[0]}; {said[1]}, a step would take {seconds[1]} instead of"
-        f" {seconds[0]}, with {peaks[1]} instead of {peaks[0]} at peak"
-    )
 
 
 def slow_links_table(slow: SlowLinks) -> Table:
