@@ -119,7 +119,7 @@ def test_every_option_is_in_the_recipe_that_comes_out() -> None:
     wanted = {
         "stage": 3, "second_copy": True, "gather_codec": "int8", "reduce_codec": "int8", "group": 4, "frozen": "nf4",
     }  # fmt: skip
-    assert found["recipe"].items() >= wanted.items() and found["slow_links"] is None
+    assert found["recipe"].items() >= wanted.items() and found["slow_links"] == []
     assert [c["stage"] for c in found["stages"]] == [3]
     assert any("no matrix but embeddings is frozen" in note for note in found["notes"])
     hybrid = said(*plain, "--shard-group", "node", "--optimizer-over", "all")["recipe"]

@@ -33,7 +33,6 @@ from onefold.plan.account import Candidate, Question
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import SOMEWHERE, Job
 from onefold.plan.notes import assumptions_of, notes_of
-from onefold.plan.search import SlowLinks
 from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import subject_of
 from onefold.recipe import Recipe
@@ -65,7 +64,7 @@ class Plan:
         activations: where they come from.
         notes: sentences that may change a decision. assumptions: what the figures rest on; the first
             states the bytes per parameter.
-        slow_links: every way to send less between nodes; None if their links are not slow.
+        slow_links: every way to send between nodes; () if their links are not slow.
         asked: the stages that may be recommended; (): all.
         searched: how many meshes were looked at; 0: none was searched for.
     """
@@ -81,7 +80,7 @@ class Plan:
     why_not: str = ""
     notes: tuple[str, ...] = ()
     assumptions: tuple[str, ...] = ()
-    slow_links: SlowLinks | None = None
+    slow_links: tuple[Candidate, ...] = ()
     asked: tuple[int, ...] = ()
     searched: int = 0
 
@@ -166,7 +165,7 @@ class Plan:
 
 def _plain(value: Any) -> Any:
     """Return plain data: dtypes and classes by name."""
-    if isinstance(value, (Candidate, SlowLinks)):
+    if isinstance(value, Candidate):
         return value.to_json()
     if isinstance(value, Mapping):
         return {key: _plain(v) for key, v in value.items()}
@@ -208,6 +207,7 @@ def planned(
     job, shape = subject.job, subject.shape
     question = Question(shape, subject.activities, machine, job)
     more: dict[str, Any] = {}
+    why = tuple[str, ...]()
     if axes is not None:
         rows, more["searched"] = search.meshes_of(question, axes, options, stages)
         best = min((c for c in rows if c.fits), key=search.in_order, default=None)
@@ -217,8 +217,7 @@ def planned(
         rows = search.side_by_side(question, best, stages)
         why_not = "" if best else search.cannot_fit(question, stages)
         if best is not None:
-            more["slow_links"] = slow = search.slow_links(question, best, stages)
-            best = slow.taken if slow is not None else best
+            best, more["slow_links"], why = search.slow_links(question, best, stages)
             more["next_steps"] = tuple(search.next_steps(question, best, stages))
         sizes = more["largest_micro_batch"] = dict[int, int]()
         for c in rows if largest else ():
@@ -227,7 +226,7 @@ def planned(
     shown, said = best or _last_asked(rows, stages), list(subject.notes)
     if shown is not None:
         said = [*assumptions_of(question, shown), *shown.notes, *said]
-        more["notes"] = tuple(notes_of(question, shown)) if axes is None else ()
+        more["notes"] = (*why, *notes_of(question, shown)) if axes is None else ()
     return Plan(
         shape, machine, job, tuple(rows), best,
         activations=subject.source, why_not=why_not, assumptions=tuple(said), asked=stages, **more,

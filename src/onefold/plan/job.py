@@ -108,14 +108,6 @@ def as_recipe(stage: int, options: Mapping[str, Any]) -> str:
     return f"Recipe.zero({', '.join([str(stage), *given])})"
 
 
-def as_options(stage: int, options: Mapping[str, Any]) -> str:
-    """Return the same as options of `onefold train` and `onefold plan`."""
-    words = [f"--stage {stage}"]
-    for name, value in options.items():
-        words.append(f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}"))
-    return " ".join(words)
-
-
 @dataclass(frozen=True)
 class Convention:
     """Bytes per parameter of each kind of state. `optimizer` is ZeRO's K: it includes fp32 master

@@ -33,7 +33,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -47,7 +47,6 @@ from onefold.plan.job import (
     PARTS,
     PLACES,
     Scheme,
-    as_options,
     as_recipe,
 )
 from onefold.plan.rank import Stage, divided_along, local_numel, stages_of
@@ -197,31 +196,6 @@ SLOW, GAIN, MORE = 0.05, 0.05, 0.1
 ALIKE = 0.02
 
 
-@dataclass(frozen=True)
-class SlowLinks:
-    """The ways to send between nodes, side by side.
-
-    Attributes:
-        rows: every way; the plain one is the first of each stage.
-        taken: the recommendation, which may be the plain one.
-        named: a faster lossy way; None if there is none.
-        why: sentences on both.
-    """
-
-    rows: tuple[Candidate, ...]
-    taken: Candidate
-    named: Candidate | None
-    why: tuple[str, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "rows": [c.to_json() for c in self.rows],
-            "recommended": self.taken.scheme.communication,
-            "lossy": self.named.scheme.communication if self.named else None,
-            "why": list(self.why),
-        }
-
-
 def waiting(candidate: Candidate) -> float:
     """Return the share of a step in which a rank waits for others."""
     seconds = candidate.account.seconds
@@ -230,17 +204,18 @@ def waiting(candidate: Candidate) -> float:
 
 def slow_links(
     question: Question, best: Candidate, stages: tuple[int, ...] = ()
-) -> SlowLinks | None:
-    """Compare the ways to send between nodes. None if the links between nodes are not slow (one
-    node, little waiting, slower links inside nodes), if their speed is unknown, or if the job
-    itself chooses a way.
+) -> tuple[Candidate, tuple[Candidate, ...], tuple[str, ...]]:
+    """Return (the recommendation, which may send in another way; every way to send between nodes, the
+    plain one first of each stage; sentences on them). There are none if the links between nodes are
+    not slow (one node, little waiting, slower links inside nodes), if their speed is unknown, or if
+    the job itself chooses a way.
     """
     machine, own, account = question.machine, best.scheme.stage, best.account
     if machine.between is None or waiting(best) < SLOW or question.job.communication:
-        return None
+        return best, (), ()
     inside = account.links.get("inside", 0) / machine.gpu.link
     if account.sent_between / machine.between.bandwidth <= inside:
-        return None
+        return best, (), ()
     rows = []
     for stage in sorted({own, 3} if not stages or 3 in stages else {own}):
         for name, way in COMMUNICATION.items():
@@ -252,7 +227,14 @@ def slow_links(
     plain = [c for c in rows if c not in lossy and c.scheme.stage == own]
     taken = _faster(best, plain, GAIN, lambda c: c.account.peak_bytes) or best
     named = _faster(taken, lossy, MORE, lambda c: len(c.scheme.way.options))
-    return SlowLinks(tuple(rows), taken, named, tuple(_why(best, taken, named)))
+    said = f"links between nodes are slow: {waiting(best):.0%} of a step of {best.scheme} waits for them;"
+    nothing = f"no way that rounds nothing is {GAIN:.0%} faster"
+    why = [f"{said} {_saves(taken, best) if taken is not best else nothing}"]
+    if named is not None:
+        why.append(
+            f"{named.scheme.communication} rounds what travels, so it is yours to ask for: {_saves(named, taken)}"
+        )
+    return taken, tuple(rows), tuple(why)
 
 
 def _faster(
@@ -266,28 +248,13 @@ def _faster(
     return min((c for c in fitting if c.step <= (1 + ALIKE) * fastest), key=simplest)
 
 
-def _why(best: Candidate, taken: Candidate, named: Candidate | None) -> list[str]:
-    waits = (
-        f"links between nodes are slow: {waiting(best):.0%} of a step of {best.scheme} waits for"
-        " them"
+def _saves(way: Candidate, than: Candidate) -> str:
+    """Return in words what a way saves, and how to ask for it."""
+    scheme, sends = way.scheme, (readable(c.account.sent_between) for c in (way, than))
+    return (
+        f"{as_recipe(scheme.stage, scheme.way.options)} ({scheme.way.words}) takes"
+        f" {1 - way.step / than.step:.0%} less: a node sends {' instead of '.join(sends)}"
     )
-    said = [f"{waits}; no way that rounds nothing is {GAIN:.0%} faster"]
-    if taken is not best:
-        way, less = taken.scheme.way, 1 - taken.step / best.step
-        sends = " instead of ".join(readable(c.account.sent_between) for c in (taken, best))
-        said = [
-            f"{waits}; with {as_recipe(taken.scheme.stage, way.options)} ({way.words})"
-            f" {sends} leave a node in a step, and"
-            f" it takes {less:.0%} less"
-        ]
-    if named is not None:
-        way, stage, less = named.scheme.way, named.scheme.stage, 1 - named.step / taken.step
-        said.append(
-            f"{named.scheme.communication} ({way.words}) would take {less:.0%} less again,"
-            f" {readable(named.account.sent_between)} between nodes; it rounds what travels, so it is yours to ask for:"
-            f" {as_recipe(stage, way.options)}, or {as_options(stage, way.options)}"
-        )
-    return said
 
 
 # -- meshes ----------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,7 +13,6 @@ from onefold.comm import OWNERS
 from onefold.plan.account import Candidate
 from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS
-from onefold.plan.search import SlowLinks
 from onefold.recipe.rows import OFF_DEVICE, Tier
 
 if TYPE_CHECKING:
@@ -82,18 +81,19 @@ def show(plan: Plan, console: Console | None = None, explain: bool = False) -> N
         f" activations {plan.activations}"
     )
     if plan.stages:
-        _print(out, _meshes(plan) if plan.searched else _stages(plan))
+        title = f"the best of {plan.searched:,} meshes, by seconds a step"
+        _print(out, _one_a_row(title, plan.stages, plan) if plan.searched else _stages(plan))
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
     else:
         out.print(_recommendation(plan.recommended))
-        if explain and plan.next_steps:
-            _print(out, _steps(plan, plan.recommended))
-    if plan.slow_links is not None:
-        if explain:
-            _print(out, slow_links_table(plan.slow_links))
-        for sentence in plan.slow_links.why:
-            out.print(sentence)
+    others = {
+        "what the next steps would buy": plan.next_steps,
+        "ways to send between nodes": plan.slow_links,
+    }
+    for title, rows in others.items() if explain else ():
+        if rows:
+            _print(out, _one_a_row(title, rows, plan))
     if plan.stages:
         placed = tiers_table(plan.shown)
         if placed is not None:
@@ -117,38 +117,61 @@ def _stages(plan: Plan) -> Table:
     # A recommendation that offloads or has groups gets a column of its own
     apart = best is not None and all(c.scheme != best.scheme for c in plan.stages)
     columns = (*plan.stages, best) if best is not None and apart else plan.stages
-    for scheme in (c.scheme for c in columns):
-        mark = " ◄" if best is not None and scheme == best.scheme else ""
+    for c in columns:
+        scheme, mark = c.scheme, _mark(c, plan)
         off = ", offload" if scheme.offload != "none" else ""
         way = f", {scheme.communication}" if scheme.communication else ""
         table.add_column(f"stage {scheme.stage}{off}{way}{mark}", justify="right", no_wrap=True)
     for figures in zip(*(_figures(c, plan) for c in columns), strict=True):
-        said = [text for _, text in figures]
+        name, said = figures[0][0], [text for _, text in figures]
         if set(said) != {NONE}:
-            table.add_row(figures[0][0], *said)
+            table.add_row(name if name.startswith(" ") else f"[bold]{name}[/bold]", *said)
     return table
+
+
+def _one_a_row(title: str, rows: Sequence[Candidate], plan: Plan) -> Table:
+    """Return a table of candidates, one a row, with their figures of `_BRIEF`."""
+    found = [dict(_figures(c, plan)) for c in rows]
+    names = [name for name in _BRIEF if any(figures[name] != NONE for figures in found)]
+    table = _table(title, "", *map(str.strip, names))
+    for c, figures in zip(rows, found, strict=True):
+        table.add_row(f"{c.scheme}{_mark(c, plan)}", *(figures[name] for name in names))
+    return table
+
+
+def _mark(c: Candidate, plan: Plan) -> str:
+    is_best = plan.recommended is not None and c.scheme == plan.recommended.scheme
+    return " ◄" if is_best else " (rounds)" if c.scheme.way.lossy else ""
+
+
+#: What a table with a candidate in each row shows of `_figures`.
+_BRIEF = (
+    "micro-batches", "at rest", "at peak", "  of a node, to others", "  exposed communication", "  bubble",
+    "a step takes", "tokens/s", "MFU", "fits",
+)  # fmt: skip
 
 
 def _figures(c: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield (name, figure in words) of a column, NONE for what it does not have."""
     account, scheme = c.account, c.scheme
     yield "recompute", NONE if scheme.degrees.data_only else scheme.checkpointing
-    yield "[bold]at rest[/bold]", gib(account.rest_bytes)
+    yield "micro-batches", f"{c.accumulation:,}"
+    yield "at rest", gib(account.rest_bytes)
     yield from ((f"  {name}", gib(account.rest.get(name, 0))) for name in CATEGORIES)
-    yield "[dim]all states, papers' way[/dim]", gib(c.states)
-    yield "[bold]at peak[/bold]", gib(account.peak_bytes)
+    yield "all states, papers' way", gib(c.states)
+    yield "at peak", gib(account.peak_bytes)
     yield from ((f"  {name}", gib(account.peak.get(name, 0))) for name in CATEGORIES)
-    yield "[dim]driver and NCCL beside it[/dim]", gib(c.reserve.nbytes)
+    yield "driver and NCCL beside it", gib(c.reserve.nbytes)
     yield from ((tier.title, gib(nbytes)) for tier, nbytes in account.by_tier.items())
     yield "fits", _fit(c, plan)
-    yield "[bold]sent in a step[/bold]", gib(sum(account.sent.values()) or account.wire_bytes)
+    yield "sent in a step", gib(sum(account.sent.values()) or account.wire_bytes)
     yield from ((f"  {words}", gib(account.sent.get(axis, 0))) for axis, words in _AXES.items())
     yield "  within a node", gib(account.links.get("inside", 0))
     yield "  between nodes", gib(account.links.get("between", 0))
     yield "  of a node, to others", gib(account.sent_between)
     yield "  to and from owners", gib(account.wire.get(OWNERS, 0))
     yield "busiest owner over the mean", balance_said(c.balance)
-    yield "[bold]a step takes[/bold]", in_seconds(c.step)
+    yield "a step takes", in_seconds(c.step)
     for name in (*SECONDS[:-1], *OF_AXES):
         yield f"  {name}", in_seconds(account.seconds.get(name, 0))
     yield "tokens/s", count(account.tokens_per_s)
@@ -165,28 +188,6 @@ _AXES = {
     "ep": "expert parallel",
     "pp": "pipeline",
 }
-
-
-def _meshes(plan: Plan) -> Table:
-    """Return the best meshes, one a row, the fastest first."""
-    names = ("recompute", "micro", "at rest", "peak", "bubble", "step", "tokens/s", "MFU")
-    table = _table(f"the best of {plan.searched:,} meshes, by seconds a step", "", *names)
-    for c in plan.stages:
-        account = c.account
-        table.add_row(
-            str(c.scheme.degrees)
-            + f", ZeRO {c.scheme.stage}"
-            + (" ◄" if c is plan.recommended else ""),
-            c.scheme.checkpointing,
-            f"{c.accumulation:,}",
-            gib(account.rest_bytes),
-            gib(account.peak_bytes),
-            f"{c.bubble:.1%}",
-            in_seconds(c.step),
-            count(account.tokens_per_s),
-            f"{account.mfu:.0%}",
-        )
-    return table
 
 
 def _table(title: str, *columns: str) -> Table:
@@ -221,17 +222,6 @@ def _recommendation(best: Candidate) -> str:
     return text
 
 
-def _steps(plan: Plan, best: Candidate) -> Table:
-    table = _table("what the next steps would buy", "", "peak", "saves", "step", "slower by")
-    own = best.account.seconds.get("step", 0)
-    for step in plan.next_steps:
-        peak, seconds = step.account.peak_bytes, step.account.seconds.get("step", 0)
-        saved = best.account.peak_bytes - peak
-        slower = f"{seconds / own - 1:+z.0%}" if own else NONE
-        table.add_row(str(step.scheme), gib(peak), gib(saved), in_seconds(seconds), slower)
-    return table
-
-
 def tiers_table(found: Candidate) -> Table | None:
     """Return a table of one rank's bytes at peak by category and tier; None without offload."""
     account = found.account
@@ -261,32 +251,3 @@ def moves_said(found: Candidate) -> str:
         seconds = ", ".join(f"{n} {in_seconds(tiers[n])}" for n in TIER_SECONDS if tiers.get(n))
         text += f"; {seconds}; {in_seconds(found.account.seconds.get('io', 0))} exposed"
     return text
-
-
-def slow_links_table(slow: SlowLinks) -> Table:
-    """Return a table of every way to send less between nodes."""
-    title = "on slow links: what a rank holds, a node sends to others in a step, and a step takes"
-    names = ("at rest", "peak", "between nodes", "step", "waits", "fits")
-    table = _table(title, "", "", *names, "")
-    table.pad_edge = False
-    stage = None
-    for row in slow.rows:
-        scheme, account, seconds = row.scheme, row.account, row.account.seconds
-        marks = {
-            "◄": row is slow.taken,
-            "rounds": scheme.way.lossy,
-            "to ask for": row is slow.named,
-        }
-        table.add_row(
-            f"stage {scheme.stage}" if scheme.stage != stage else "",
-            f"{scheme.communication}: {scheme.way.words}" if scheme.communication else "plain",
-            gib(account.rest_bytes),
-            gib(account.peak_bytes),
-            gib(account.sent_between),
-            in_seconds(seconds["step"]),
-            in_seconds(seconds["exposed communication"]),
-            "yes" if row.fits else "no",
-            ", ".join(word for word, is_so in marks.items() if is_so),
-        )
-        stage = scheme.stage
-    return table
