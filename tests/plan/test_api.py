@@ -40,7 +40,7 @@ def test_the_recipe_of_a_plan_for_this_machine_shards_the_module() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"stage": 4}, "expected 0, 1, 2 or 3"),
+        ({"stage": 4}, "stage"),
         ({"sequence": 3}, "does not know sequence"),
         ({"reduce_at": "later"}, "reduce_at='later'"),
         ({"units": ["h"]}, "no module name and no module class"),

@@ -51,12 +51,12 @@ def plan(
     stage: Annotated[Stage, option("Stage.", DIVISION, shown=True, words=Stage)] = "auto",
     precision: Annotated[Precision, option("Compute precision.", DIVISION, shown=True)] = "bf16",
     offload: Annotated[Offload, option("States off the device (auto: as little as fits).", TIERS, shown=True, words=Offload)] = "auto",
-    tp: Annotated[str | None, option("Tensor-parallel ranks, or auto: search.", _AXES)] = None,
-    pp: Annotated[str | None, option("Stages of the pipeline, or auto.", _AXES)] = None,
-    cp: Annotated[str | None, option("Context-parallel ranks, or auto.", _AXES)] = None,
-    ep: Annotated[str | None, option("Data-parallel ranks with different experts, or auto.", _AXES)] = None,
-    chunks: Annotated[int | None, option("Parts of the model on each stage (interleaved).", _AXES)] = None,
-    schedule: Annotated[Schedule | None, option("The pipeline's.", _AXES)] = None,
+    tp: Annotated[str, option("Tensor-parallel ranks, or auto: search.", _AXES)] = "1",
+    pp: Annotated[str, option("Stages of the pipeline, or auto.", _AXES)] = "1",
+    cp: Annotated[str, option("Context-parallel ranks, or auto.", _AXES)] = "1",
+    ep: Annotated[str, option("Data-parallel ranks with different experts, or auto.", _AXES)] = "1",
+    chunks: Annotated[int, option("Parts of the model on each stage (interleaved).", _AXES)] = 1,
+    schedule: Annotated[Schedule, option("The pipeline's.", _AXES)] = "1f1b",
     no_sequence_parallel: Annotated[bool, option("Norms are not divided by tokens.", _AXES, "--no-sequence-parallel")] = False,
     no_expert_tp: Annotated[bool, option("Tensor parallelism leaves experts whole.", _AXES, "--no-expert-tp")] = False,
     simulate: Annotated[
@@ -74,8 +74,7 @@ def plan(
     Status 0: answered, also where nothing fits ("recommended" is null then). Status 2: the question
     cannot be answered.
     """
-    from onefold.plan import api, hardware
-    from onefold.plan.job import Job
+    from onefold.plan import api
     from onefold.plan.tables import show
 
     if (model is None) == (params is None):
@@ -86,39 +85,34 @@ def plan(
     if rank is not None and not simulate:
         raise ValueError(f"--rank {rank} belongs to --simulate; a plan is the same for every rank.")
     wanted = str(model) if params is None else _number(params)
-    options = asked_of(recipe)
-    job = Job(
-        seq=seq,
-        micro_batch=0 if micro_batch == "auto" else int(_counted("--micro-batch", micro_batch)),
-        global_batch=global_batch,
-        precision=precision,
-        accumulate_dtype=options.pop("accumulate_dtype", "fp32"),
-        checkpointing="" if activation_checkpointing == "auto" else activation_checkpointing,
-        optimizer=optimizer,
-        lora_rank=lora,
-        offload="" if offload == "auto" else offload,
-        options=tuple(options.items()),
-    )
     named = {"gpus": gpus, "per_node": per_node, "gpu": gpu, "link": link, "file": machines}
-    machine = _machine(hardware, here, {k: v for k, v in named.items() if v is not None})
+    machine = _machine(here, {k: v for k, v in named.items() if v is not None})
     host = {
         name: float(bytes_of(flag, text))
         for name, flag, text in (("memory", "--host-memory", host_memory), ("nvme", "--disk-space", disk_space))
         if text is not None
     }  # fmt: skip
-    machine = replace(machine, host=replace(machine.host, **host))
     degrees = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-    axes: dict[str, Any] = {}
-    if any((*degrees.values(), chunks, schedule, no_sequence_parallel, no_expert_tp)):
-        axes = {
-            "axes": {n: _counted(f"--{n}", d or "1") for n, d in degrees.items()},
-            "chunks": chunks or 1,
-            "schedule": schedule or "1f1b",
-            "sequence_parallel": not no_sequence_parallel,
-            "expert_tp": not no_expert_tp,
-        }
-    asked = () if stage == "auto" else (int(stage),)
-    found = api.planned(wanted, machine, job, stages=asked, **axes)
+    axes: dict[str, Any] = {n: _counted(f"--{n}", d) for n, d in degrees.items()}
+    found = api.plan(
+        wanted,
+        replace(machine, host=replace(machine.host, **host)),
+        stage=None if stage == "auto" else int(stage),
+        **axes,
+        chunks=chunks,
+        schedule=schedule,
+        sequence_parallel=not no_sequence_parallel,
+        expert_tp=not no_expert_tp,
+        seq=seq,
+        micro_batch=0 if micro_batch == "auto" else _counted("--micro-batch", micro_batch),
+        global_batch=global_batch,
+        precision=precision,
+        checkpointing="" if activation_checkpointing == "auto" else activation_checkpointing,
+        optimizer=optimizer,
+        lora_rank=lora,
+        offload="" if offload == "auto" else offload,
+        **asked_of(recipe),
+    )
     if not as_json:
         show(found, explain=explain)
     ran = []
@@ -162,8 +156,10 @@ def _number(given: str) -> float:
         ) from None
 
 
-def _machine(hardware: Any, here: bool, named: dict[str, Any]) -> Any:
+def _machine(here: bool, named: dict[str, Any]) -> Any:
     """Return this machine, or that of the table with what is `named` of it."""
+    from onefold.plan import hardware
+
     if here and named:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in named)
         raise ValueError(
@@ -173,9 +169,4 @@ def _machine(hardware: Any, here: bool, named: dict[str, Any]) -> Any:
         from onefold.machine.calibration import Calibration
 
         return hardware.calibrated(Calibration.load())
-    for name in ("gpus", "per_node"):
-        if named.setdefault(name, 8) < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag} {named[name]}: expected a whole number, 1 or more.")
-    named["per_node"] = min(named["per_node"], named["gpus"])
-    return hardware.machine(**{"gpu": "h100-80", **named})
+    return hardware.machine(**{"gpus": 8, "gpu": "h100-80", **named})

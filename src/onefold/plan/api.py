@@ -153,12 +153,11 @@ class Plan:
         if self.recommended is None:
             return None
         recipe, job = self.recommended.scheme.recipe(self.job), self.job
-        with suppress(ValueError):  # the planned machine has folders that are not known here
-            recipe = self.recipe
         own = {"precision": job.precision, "accumulate_dtype": job.accumulate_dtype}
         given = {"stage": recipe.stage, **own, **recipe.given}
         if SOMEWHERE in given.get("nvme", ()):
             del given["nvme"]
+            given |= {"nvme": [self.machine.disk]} if self.machine.disk else {}
         plain: dict[str, Any] = _plain(given)
         return plain
 
@@ -432,17 +431,10 @@ def plan(
     Raises:
         ValueError: an impossible name, option or figure; the message says what to change.
     """
-    if stage is not None and stage not in (0, 1, 2, 3):
-        raise ValueError(
-            f"stage={stage!r}: expected 0, 1, 2 or 3, or None for the lowest that fits."
-        )
     others = {name: job.pop(name) for name in MESH if name in job}
     asked = Job.of(job, "onefold.plan")
     if machine is None and gpus is not None:
-        for name, count in (("gpus", gpus), ("per_node", per_node)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-                raise ValueError(f"{name}={count!r}: expected a whole number, 1 or more.")
-        machine = hardware.machine(gpus, min(per_node, gpus), gpu, link)
+        machine = hardware.machine(gpus, per_node, gpu, link)
     if machine is None:
         free = free_memory() if available() else free_host_memory()
         machine = machine_here(1, 1, free, default_device().type, room_beside(asked.folders))

@@ -142,11 +142,6 @@ class Machine:
     disk: str = ""
 
     def __post_init__(self) -> None:
-        if self.ranks < 1 or self.per_node < 1:
-            raise ValueError(
-                f"a machine of {self.ranks} GPUs, {self.per_node} a node: expected 1 or more of"
-                " each."
-            )
         if self.ranks > self.per_node and self.ranks % self.per_node:
             near = self.ranks // self.per_node * self.per_node
             raise ValueError(
@@ -309,6 +304,9 @@ def machine(
     """Return `gpus` GPUs of one kind in nodes of `per_node`, joined by `link`. Raises ValueError
     for unknown names and impossible counts.
     """
+    for name, count in (("gpus", gpus), ("per_node", per_node)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name}={count!r}: expected a whole number, 1 or more.")
     known = catalogue(file)
     found, joined = known.gpu(gpu), known.link(link)
     between = joined if gpus > per_node else None
