@@ -121,6 +121,5 @@ def test_every_option_is_in_the_recipe_that_comes_out() -> None:
     }  # fmt: skip
     assert found["recipe"].items() >= wanted.items() and found["slow_links"] == []
     assert [c["stage"] for c in found["stages"]] == [3]
-    assert any("no matrix but embeddings is frozen" in note for note in found["notes"])
     hybrid = said(*plain, "--shard-group", "node", "--optimizer-over", "all")["recipe"]
     assert hybrid.items() >= {"shard_group": "node", "optimizer_over": "all", "stage": 3}.items()

@@ -40,15 +40,10 @@ _PRODUCTS = torch.bfloat16
 # -- which parameters ------------------------------------------------------------------------------
 
 
-def stepped_whole(
-    model: ModelShape | Stage, optimizer: str, stacks: bool = False
-) -> frozenset[str]:
+def stepped_whole(model: ModelShape | Stage, optimizer: str) -> frozenset[str]:
     """Return the names of the parameters that `optimizer` steps whole, none if it is element-wise.
     If it takes matrices alone, these are trained matrices, but no embedding, and nothing of the
     largest embedding's shape, which is the head. `onefold train` gives the same ones to Muon.
-
-    Args:
-        stacks: the optimizer takes stacks of matrices too, in three dimensions.
     """
     if PLANNED[optimizer].update != WHOLE:
         return frozenset()
@@ -56,11 +51,10 @@ def stepped_whole(
     if not PLANNED[optimizer].rest:
         return frozenset(p.name for p in every if p.trainable)
     head = max((p.shape for p in every if p.looked_up), default=())
-    dims = (2, 3) if stacks else (2,)
     return frozenset(
         p.name
         for p in every
-        if p.trainable and len(p.shape) in dims and not p.looked_up and p.shape != head
+        if p.trainable and len(p.shape) == 2 and not p.looked_up and p.shape != head
     )
 
 
