@@ -31,40 +31,10 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     from torch.utils.flop_counter import FlopCounterMode
 
     table = dict(FlopCounterMode(display=False).flop_registry)
-    table[_aten._scaled_dot_product_flash_attention_for_cpu] = _attention_flops
-    table[_aten._scaled_dot_product_flash_attention_for_cpu_backward] = _attention_backward_flops
-    for packet in (
-        getattr(_aten, "_grouped_mm", None),
-        getattr(torch.ops.transformers, "grouped_mm_fallback", None),
-    ):
-        if packet is not None:
-            table[packet] = _grouped_flops
-    return table
-
-
-def _attention_flops(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
-) -> int:
-    """Return the FLOPs of attention's two products; the masked half counts too.
-    query (batch, heads, length, width); key, value (batch, heads, other length, width).
-    """
-    batch, heads, length, width = query.shape
-    return 2 * batch * heads * length * key.shape[2] * (width + value.shape[-1])
-
-
-def _attention_backward_flops(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    *_: Any,
-    **__: Any,
-) -> int:
-    """Return the FLOPs of attention's backward pass: five products. One computes the scores again,
-    the others the gradients of scores, query, key and value.
-    """
-    batch, heads, length, width = query.shape
-    return 2 * batch * heads * length * key.shape[2] * (3 * width + 2 * value.shape[-1])
+    flash = "_scaled_dot_product_flash_attention"
+    for backward in ("", "_backward"):  # the CPU's kernels, which torch's table leaves out
+        table[getattr(_aten, f"{flash}_for_cpu{backward}")] = table[getattr(_aten, flash + backward)]
+    return table | {_aten._grouped_mm: _grouped_flops}
 
 
 def _grouped_flops(
