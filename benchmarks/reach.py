@@ -40,17 +40,17 @@ class Place:
 
     def machine(self) -> Machine:
         found: Gpu = builtin().gpu(self.gpu)
-        gpu = replace(found, name=f"{self.memory} GB", capacity=self.memory * 10**9)
+        own = {"name": f"{self.memory} GB", "capacity": self.memory * 10**9}
         link = found.host_link
         host = Host(
-            "default",
+            name="default",
             memory=self.host * 1e9,
             memory_bandwidth=HOST_BANDWIDTH,
             link_bandwidth=link,
             nvme=self.disk * 1e9,
             nvme_bandwidth=self.rate * 1e9,
         )
-        return Machine(gpu, 1, 1, None, host)
+        return Machine(found.model_copy(update=own), 1, 1, None, host)
 
 
 #: Bytes/s that an update on the host moves, an assumption: two channels of DDR5, or what

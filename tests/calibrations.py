@@ -17,7 +17,7 @@ def calibration(ranks: int = 2, **others: Any) -> Calibration:
         "machine": this_machine(),
         "device": "cpu",
         "ranks": ranks,
-        "measured_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "measured_at": datetime.now(UTC).replace(microsecond=0),
         "busy": 0.0,
         "disk": "/data",
         "kernel_share": 0.5,

@@ -16,9 +16,14 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from onefold.wording import readable
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+FormT = TypeVar("FormT", bound="BaseModel")
 
 StrPath = str | os.PathLike[str]
 #: Bytes of the largest JSON file that is read. A manifest takes some 200 for each of its tensors.
@@ -100,3 +105,21 @@ def too_deep(value: Any) -> bool:
         if not level:
             return False
     return True
+
+
+def short(value: Any) -> str:
+    """Return the beginning of a value's text."""
+    text = repr(value)
+    return text if len(text) <= 100 else text[:96] + " ..."
+
+
+def formed(form: type[FormT], value: Any) -> FormT:
+    """Return the value of a file in a form. Raises: ValueError: it has another; where, and which."""
+    from pydantic import ValidationError
+
+    try:
+        return form.model_validate(value)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        where = ".".join(map(str, wrong["loc"]))
+        raise ValueError(f"{where} is {short(wrong['input'])}: {wrong['msg']}") from None

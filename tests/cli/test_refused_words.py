@@ -48,7 +48,7 @@ ROWS = [
     ("plan gpt2 --offload nvme --offload-optimizer cpu", "both say where states are stored"),
     ("plan gpt2 --host-memory much", "--host-memory='much': expected a number of bytes"),
     ("plan gpt2 --here --gpus 4", "leave one of the two out"),
-    ("plan gpt2 --machines nowhere.toml", "no hardware file"),
+    ("plan gpt2 --machines nowhere.toml", "nowhere.toml"),
     (ON_16 + " --group 0", "--group 0: expected 'node', 'flat'"),
     (ON_16 + " --shard-group 3", "groups of 3 ranks do not divide 16 ranks"),
     (ON_16 + " --shard-group node --second-copy", "leave one of them out"),

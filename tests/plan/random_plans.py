@@ -19,7 +19,7 @@ GIB = 1 << 30
 def gpus(ranks: int, capacity: float = 80 * GIB) -> Machine:
     """Ranks with this much memory each, in one node or in nodes of eight."""
     found = machine(ranks, 8 if ranks % 8 == 0 else ranks, "a100-80", "8x200g")
-    return replace(found, gpu=replace(found.gpu, capacity=int(capacity)))
+    return replace(found, gpu=found.gpu.model_copy(update={"capacity": int(capacity)}))
 
 
 @st.composite

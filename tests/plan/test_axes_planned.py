@@ -256,7 +256,7 @@ def test_a_mesh_fits_from_the_byte_on_that_its_peak_needs_and_is_not_recommended
     )
 
     def planned(capacity: int, tp: int | str = 2) -> Plan:
-        device = replace(there, gpu=replace(there.gpu, capacity=capacity))
+        device = replace(there, gpu=there.gpu.model_copy(update={"capacity": capacity}))
         axes = {"tp": tp, "pp": 1, "cp": 1, "ep": 1}
         return plan("llama-3-8b", device, job, axes=axes, stages=(3,))
 

@@ -71,12 +71,13 @@ def test_a_model_that_leaves_no_room_for_the_communicators_does_not_fit() -> Non
     best = planned(there).recommended
     assert best is not None
     room = best.needed + CONTEXT + COMMUNICATOR
-    small = replace(there, gpu=replace(there.gpu, capacity=room))
+    small = replace(there, gpu=there.gpu.model_copy(update={"capacity": room}))
     again = plan(
         "gpt2", small, Job(seq=512, checkpointing="none", offload="none"), stages=(best.scheme.stage,), largest=False
     )  # fmt: skip
     assert again.recommended is None
-    enough = replace(small, gpu=replace(there.gpu, capacity=best.needed + best.reserve.nbytes))
+    room = best.needed + best.reserve.nbytes
+    enough = replace(small, gpu=there.gpu.model_copy(update={"capacity": room}))
     fits = plan(
         "gpt2", enough, Job(seq=512, checkpointing="none", offload="none"), stages=(best.scheme.stage,), largest=False
     )  # fmt: skip

@@ -23,12 +23,13 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.parts import CHUNK, Held, groups_of
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
-from onefold.checkpoint.values import fits, short
+from onefold.checkpoint.values import fits
 from onefold.comm import Group
 from onefold.optim.faced_states import policy_of
 from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
+from onefold.reading import short
 from onefold.recipe.moments import SIGNED
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat

@@ -24,9 +24,9 @@ from onefold.checkpoint.manifest import (
 )
 from onefold.checkpoint.source import Item, Source, Stored, read_common
 from onefold.checkpoint.tensorfile import DTYPES, TensorFile
-from onefold.checkpoint.values import decode, formed
+from onefold.checkpoint.values import decode
 from onefold.layout.holders import BoxInterval, whole_region
-from onefold.reading import parse_json, read_bytes
+from onefold.reading import formed, parse_json, read_bytes
 
 
 class _Group(BaseModel):

@@ -37,9 +37,8 @@ from pydantic import BaseModel, Field
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.source import KINDS, Item
 from onefold.checkpoint.tensorfile import DTYPES
-from onefold.checkpoint.values import formed
 from onefold.layout.holders import BoxInterval, TensorBox, tile, whole_region
-from onefold.reading import LARGEST, parse_json, read_bytes
+from onefold.reading import LARGEST, formed, parse_json, read_bytes
 from onefold.wording import readable
 
 #: The version of the format, see above.

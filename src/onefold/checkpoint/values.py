@@ -21,14 +21,14 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
-from pydantic import BaseModel, ValidationError
 
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.tensorfile import CODES, DTYPES, bytes_of, numel_of
+from onefold.reading import short
 
 #: Tensors up to this size in bytes are stored in the JSON file itself.
 INLINE = 16 << 10
@@ -43,7 +43,6 @@ _READ: dict[str, Callable[[Any], Any]] = {
     "$bytes": base64.b64decode, "$dtype": _NAMED.__getitem__,
 }  # fmt: skip
 
-FormT = TypeVar("FormT", bound=BaseModel)
 Keep = Callable[[torch.Tensor], int]
 Fetch = Callable[[int], torch.Tensor]
 
@@ -153,22 +152,6 @@ def _tensor(inner: dict[str, Any]) -> torch.Tensor:
     if tensor.numel():
         bytes_of(tensor)[:] = data
     return tensor
-
-
-def short(value: Any) -> str:
-    """Return the beginning of a value's text."""
-    text = repr(value)
-    return text if len(text) <= 100 else text[:96] + " ..."
-
-
-def formed(form: type[FormT], value: Any) -> FormT:
-    """Return the value of a file in a form. Raises: ValueError: it has another; where, and which."""
-    try:
-        return form.model_validate(value)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        where = ".".join(map(str, wrong["loc"]))
-        raise ValueError(f"{where} is {short(wrong['input'])}: {wrong['msg']}") from None
 
 
 #: Values of one of these kinds may take each other's place.

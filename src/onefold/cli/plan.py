@@ -96,7 +96,7 @@ def plan(
     axes: dict[str, Any] = {n: _counted(f"--{n}", d) for n, d in degrees.items()}
     found = api.plan(
         wanted,
-        replace(machine, host=replace(machine.host, **host)),
+        replace(machine, host=machine.host.model_copy(update=host)),
         stage=None if stage == "auto" else int(stage),
         **axes,
         chunks=chunks,

@@ -62,16 +62,15 @@ def measure_machine(found: dict[str, Any], ranks: int, disk: Path, path: Path) -
     capacity = one["total"] // (1 if found["device"] == "cuda" else ranks)
     gpu = figures.pop("gpu") | {"title": one["name"], "capacity": capacity}
     host |= {"link_bandwidth": gpu["host_link"] * ranks} if "host_link" in gpu else {}
-    when = datetime.now(UTC).isoformat(timespec="seconds")
     calibration = Calibration(
-        gpu,
-        host,
-        this_machine(),
-        found["device"],
-        ranks,
-        when,
-        busy,
-        str(disk.resolve()),
+        gpu=gpu,
+        host=host,
+        machine=this_machine(),
+        device=found["device"],
+        ranks=ranks,
+        measured_at=datetime.now(UTC).replace(microsecond=0),
+        busy=busy,
+        disk=str(disk.resolve()),
         **figures,
     )
     calibration.save(path)

@@ -11,19 +11,17 @@ import json
 import os
 import platform
 import re
-import tempfile
 import tomllib
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import AwareDatetime, BaseModel, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from onefold.cores import physical_cores
 from onefold.device import device_names
-from onefold.reading import read_bytes
+from onefold.reading import formed, read_bytes
 
 #: Days after which a calibration counts as stale: drivers, kernels and other programs change.
 FRESH_DAYS = 90
@@ -35,49 +33,39 @@ class CalibrationError(ValueError):
     """A calibration is missing, unreadable or from another machine. The message says what to do."""
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(BaseModel, frozen=True, extra="forbid"):
     """The measured figures of one machine.
 
     Attributes:
         gpu, host: rows of `onefold.plan.hardware`.
         machine: the result of `this_machine` where it was measured.
         device: "cpu" or "cuda". ranks: those at work.
-        measured_at: UTC, ISO 8601. busy: share of the processors that other programs took.
+        busy: share of the processors that other programs took.
         disk: the folder whose disk was measured.
         kernel_share, hop_seconds: see `onefold.plan.hardware.Software`.
         contention: see `onefold.plan.hardware.Machine`.
     """
 
-    gpu: Mapping[str, Any]
-    host: Mapping[str, Any]
-    machine: Mapping[str, Any]
+    gpu: dict[str, Any]
+    host: dict[str, Any]
+    machine: dict[str, Any]
     device: str
-    ranks: int
-    measured_at: str
+    ranks: PositiveInt
+    measured_at: AwareDatetime
     busy: float
     disk: str
-    kernel_share: float
-    hop_seconds: float
-    contention: float
-
-    def __post_init__(self) -> None:
-        if datetime.fromisoformat(self.measured_at).tzinfo is None:
-            raise ValueError(f"measured_at is {self.measured_at!r}: expected a time with its zone")
-        for name, least in (("ranks", 1), ("kernel_share", 1e-9), ("hop_seconds", 0), ("contention", 0)):  # fmt: skip
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value >= least:
-                raise ValueError(f"{name} is {value!r}: expected a number, {least} or more")
+    kernel_share: PositiveFloat
+    hop_seconds: NonNegativeFloat
+    contention: NonNegativeFloat
 
     def tables(self) -> dict[str, dict[str, Any]]:
         """Return {title in the file: table}."""
-        rest = asdict(self)
-        gpu, host, machine = (dict(rest.pop(name)) for name in ("gpu", "host", "machine"))
+        rest = self.model_dump(mode="json")
         return {
-            "gpu.here": gpu,
-            "host.default": host,
+            "gpu.here": rest.pop("gpu"),
+            "host.default": rest.pop("host"),
+            "measured.machine": rest.pop("machine"),
             "measured": rest,
-            "measured.machine": machine,
         }
 
     def save(self, path: Path) -> None:
@@ -88,12 +76,11 @@ class Calibration:
                 f"[{title}]",
                 *(f"{key} = {json.dumps(value)}" for key, value in table.items()),
             ]
+        partial = path.with_suffix(".partial")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-                file = Path(folder, path.name)
-                file.write_text("\n".join(lines) + "\n", encoding="utf-8")
-                os.replace(file, path)
+            partial.write_text("\n".join(lines) + "\n", encoding="utf-8")
+            partial.replace(path)
         except OSError as error:
             raise CalibrationError(
                 f"the calibration cannot be written to {path}: {error.strerror}. Name another file"
@@ -109,21 +96,18 @@ class Calibration:
         again = "Measure this machine with: onefold doctor --calibrate"
         try:
             tables = tomllib.loads(read_bytes(path).decode())
-            found = cls(tables["gpu"]["here"], tables["host"]["default"], **tables["measured"])
-            then, now = dict(found.machine), this_machine()
+            rows = {"gpu": tables["gpu"]["here"], "host": tables["host"]["default"]}
+            found, now = formed(cls, {**rows, **tables["measured"]}), this_machine()
         except FileNotFoundError:
             raise CalibrationError(f"there is no calibration at {path}. {again}") from None
         except OSError as error:
             raise CalibrationError(f"{path} cannot be read: {error.strerror}.") from None
-        except KeyError as error:
-            raise CalibrationError(
-                f"{path} is no calibration: it has no {error}. {again}"
-            ) from None
-        except (TypeError, ValueError, RecursionError) as error:
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise CalibrationError(f"{path} is no calibration: {error}. {again}") from None
-        others = [f"{k} {then.get(k)} there, {now[k]} here" for k in now if then.get(k) != now[k]]
-        others = [said for said in others if not said.startswith("torch ")]
-        if others:
+        then = found.machine
+        if others := [
+            f"{k} {then.get(k)} there, {own} here" for k, own in now.items() if k != "torch" and then.get(k) != own
+        ]:
             raise CalibrationError(
                 f"{path} was measured on another machine: {'; '.join(others)}. {again}"
             )
@@ -131,7 +115,7 @@ class Calibration:
 
     def stale(self, now: datetime | None = None) -> str:
         """Say in a sentence why these figures may no longer hold; "" if they should."""
-        age = (now or datetime.now(UTC)) - datetime.fromisoformat(self.measured_at)
+        age = (now or datetime.now(UTC)) - self.measured_at
         with_torch = self.machine.get("torch")
         reasons = {
             f"with torch {with_torch}, and this is {torch.__version__}": with_torch != torch.__version__,

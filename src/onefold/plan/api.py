@@ -303,10 +303,12 @@ def machine_here(
         found = hardware.calibrated(Calibration.load()) if measured else None
     if found is None or (found.ranks, found.ranks, found.shared) != (ranks, local, shared):
         between = known.link("100g") if ranks > local else None
-        gpu, host = Gpu("here", free, 1e10, "this machine", fp32=1e12), known["host"]["default"]
+        gpu = Gpu(name="here", title="this machine", capacity=free, memory_bandwidth=1e10, fp32=1e12)
+        host = known["host"]["default"]
         found = Machine(gpu, ranks, local, between, host, shared=shared, is_timed=False)
-    host = replace(found.host, memory=beside[0], nvme=beside[1])
-    return replace(found, gpu=replace(found.gpu, capacity=int(free * USABLE)), host=host)
+    host = found.host.model_copy(update={"memory": beside[0], "nvme": beside[1]})
+    gpu = found.gpu.model_copy(update={"capacity": int(free * USABLE)})
+    return replace(found, gpu=gpu, host=host)
 
 
 def _least(free: int, job: Job, ranks: int) -> tuple[int, tuple[float, float]]:

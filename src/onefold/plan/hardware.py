@@ -13,48 +13,54 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Collection, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Field, model_validator
 
 from onefold.machine.calibration import Calibration
+from onefold.reading import formed
 from onefold.wording import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
 _RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(g|gbps|gbit/s|gb/s)")
 
 
-@dataclass(frozen=True)
-class Gpu:
+#: Of a row's figures: bytes, bytes/s or FLOP/s.
+Figure = Annotated[float, Field(gt=0, lt=1e30)]
+
+
+class Row(BaseModel, frozen=True, extra="forbid"):
+    """A row of a table. Figures that are 0 are not known."""
+
+    name: str
+    title: str = ""
+
+
+class Gpu(Row):
     """One GPU. A rate is of dense matrix products, nominal, by precision; large products reach the share
     `attainable` of it. Without one, fp32 has half of the lowest.
     """
 
-    name: str
-    capacity: int
-    memory_bandwidth: float
-    title: str = ""
-    fp32: float = 0.0
-    tf32: float = 0.0
-    fp16: float = 0.0
-    bf16: float = 0.0
-    attainable: float = 0.75
-    link: float = 25e9
-    host_link: float = 25e9
+    capacity: Annotated[int, Field(gt=0)]
+    memory_bandwidth: Figure
+    fp32: Figure = 0.0
+    tf32: Figure = 0.0
+    fp16: Figure = 0.0
+    bf16: Figure = 0.0
+    attainable: Annotated[float, Field(gt=0, le=1)] = 0.75
+    link: Figure = 25e9
+    host_link: Figure = 25e9
 
-    def __post_init__(self) -> None:
+    @model_validator(mode="after")
+    def _has_a_rate(self) -> Self:
         if not any(self.rates.values()):
-            raise ValueError(
-                f"gpu.{self.name} lacks a matrix rate (fp32, tf32, fp16 or bf16, in FLOP/s)."
-            )
-        if self.attainable > 1:
-            raise ValueError(
-                f"gpu.{self.name}.attainable is {self.attainable}: expected a share of the nominal"
-                " rate, at most 1."
-            )
+            raise ValueError("expected a matrix rate: fp32, tf32, fp16 or bf16, in FLOP/s")
+        return self
 
     @property
     def rates(self) -> dict[str, float]:
@@ -63,17 +69,13 @@ class Gpu:
         return {"fp32": min(found.values(), default=0.0) / 2, **found}
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(Row):
     """The network adapters of one node: bytes/s that they send together."""
 
-    name: str
-    bandwidth: float
-    title: str = ""
+    bandwidth: Figure
 
 
-@dataclass(frozen=True)
-class Host:
+class Host(Row):
     """A node's host: bytes and bytes/s.
 
     Attributes:
@@ -81,13 +83,12 @@ class Host:
         nvme_bandwidth: of reading; also of writing if `nvme_write` is 0.
     """
 
-    name: str
-    memory: float
-    memory_bandwidth: float
-    link_bandwidth: float
-    nvme: float
-    nvme_bandwidth: float
-    nvme_write: float = 0.0
+    memory: Figure
+    memory_bandwidth: Figure
+    link_bandwidth: Figure
+    nvme: Figure
+    nvme_bandwidth: Figure
+    nvme_write: Figure = 0.0
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class Catalogue(dict[str, dict[str, Any]]):
         match = _RATE.fullmatch(plain if in_bytes else plain.replace("gb/s", "gbit/s"))
         if match and (rate := int(match[1] or 1) * float(match[2])) > 0:
             bits = 1 if match[3] == "gb/s" else 8
-            return Link(plain, rate * 1e9 / bits, f"{name} between nodes")
+            return Link(name=plain, bandwidth=rate * 1e9 / bits, title=f"{name} between nodes")
         rates = " Or give its rate: '100g', '8x200g' (Gbit/s of a node), '25GB/s'."
         return self._row("link", name, rates)
 
@@ -222,43 +223,33 @@ class Catalogue(dict[str, dict[str, Any]]):
             f"no {what} is called {name!r}. {did_you_mean(plain, known, 3)}{otherwise}"
         )
 
-    def with_rows(self, tables: Mapping[str, Any]) -> Catalogue:
+    def with_rows(self, tables: Any) -> Catalogue:
         """Return the catalogue with the rows of a file: new ones, or changed keys of known ones.
         Raises ValueError with the key, and what was expected.
         """
         out = Catalogue({kind: dict(self.get(kind, {})) for kind in _KINDS})
-        # A calibration is such a file, with a table more
-        for kind in _checked(tables, (*_KINDS, "measured"), "the file").keys() & _KINDS.keys():
-            known = {f.name: f.default for f in fields(_KINDS[kind]) if f.name != "name"}
-            for name, entry in _checked(tables[kind], tables[kind], kind).items():
-                where, plain = f"{kind}.{name}", name.lower()
-                for key, value in _checked(entry, known, where).items():
-                    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                    if key != "title" and not (number and 0 < value < 1e30):
-                        raise ValueError(
-                            f"{where}.{key} is {value!r}: expected a number above 0 and below 1e30."
-                        )
-                old = out[kind].get(plain) or (out[kind].get("default") if kind == "host" else None)
-                lacking = [
-                    k for k, default in known.items() if default is MISSING and k not in entry
-                ]
-                if lacking and old is None:
-                    raise ValueError(f"{where} lacks {', '.join(lacking)}.")
-                row = replace(old, **entry) if old else _KINDS[kind](name=plain, **entry)
+        for kind, rows in formed(_File, tables):
+            for name, entry in rows.items() if kind in _KINDS else ():
+                plain = name.lower()
+                known = out[kind].get(plain) or out[kind].get("default") or ()
+                try:
+                    row = formed(_KINDS[kind], {**dict(known), "name": plain, **entry})
+                except ValueError as error:
+                    raise ValueError(f"{kind}.{name}.{error}") from None
                 out[kind][plain] = row
         return out
 
 
-_KINDS: Mapping[str, Any] = {"gpu": Gpu, "link": Link, "host": Host}
+class _File(BaseModel, extra="forbid"):
+    """The tables of a file, by name of each row. A calibration is such a file, with a table more."""
+
+    gpu: dict[str, dict[str, Any]] = {}
+    link: dict[str, dict[str, Any]] = {}
+    host: dict[str, dict[str, Any]] = {}
+    measured: dict[str, Any] = {}
 
 
-def _checked(values: Any, known: Collection[str], where: str) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{where} is {values!r}: expected a table, such as [{where}].")
-    for key in values:
-        if key not in known:
-            raise ValueError(f"{where} has no key {key!r}. {did_you_mean(key, known)}")
-    return values
+_KINDS: Mapping[str, type[Row]] = {"gpu": Gpu, "link": Link, "host": Host}
 
 
 @cache
@@ -272,26 +263,15 @@ def catalogue(file: str | Path | None = None) -> Catalogue:
     """Return the built-in table, changed by a user's TOML file.
 
     Raises:
-        FileNotFoundError: no such file.
-        ValueError: the file is no TOML, or an entry is wrong: the file, the key and what was
-            expected.
+        OSError: the file cannot be read.
+        ValueError: it is no TOML, or an entry is wrong: the file, the key and what was expected.
     """
     if file is None:
         return builtin()
-    path = Path(file)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"no hardware file at {path}: expected a TOML file with tables [gpu.NAME], [link.NAME]"
-            " or [host.default]."
-        )
     try:
-        return builtin().with_rows(tomllib.loads(path.read_text(encoding="utf-8")))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not a TOML file: {error}.") from None
-    except RecursionError:
-        raise ValueError(f"{path} is nested too deeply.") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        return builtin().with_rows(tomllib.loads(Path(file).read_text(encoding="utf-8")))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 def machine(
