@@ -57,7 +57,7 @@ def test_the_recipe_of_a_plan_for_this_machine_shards_the_module() -> None:
         ({"checkpointing": "half"}, "none, selective, full"),
         ({"offload": "tape"}, "nvme"),
         ({"model": "gtp2"}, "Did you mean 'gpt2'"),
-        ({"model": ""}, "name is empty"),
+        ({"model": ""}, "no architecture"),
         ({"model": 0}, "positive"),
         ({"model": math.nan}, "positive"),
         ({"model": []}, "expected"),

@@ -61,13 +61,22 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
         ("[gpu.mine]\ncapacty = 1", "gpu.mine.capacty is 1: Extra inputs"),
         ("[gpu.mine]\ncapacity = 1e9", "gpu.mine.memory_bandwidth is"),
         ("[gpu.mine]\ncapacity = 1e9\nmemory_bandwidth = 1e9", "a matrix rate"),
-        ("[gpu.h100-80]\ncapacity = -1", "gpu.h100-80.capacity is -1: Input should be greater than 0"),
-        ("[gpu.h100-80]\nattainable = 80", "gpu.h100-80.attainable is 80: Input should be less than or equal to 1"),
+        (
+            "[gpu.h100-80]\ncapacity = -1",
+            "gpu.h100-80.capacity is -1: Input should be greater than 0",
+        ),
+        (
+            "[gpu.h100-80]\nattainable = 80",
+            "gpu.h100-80.attainable is 80: Input should be less than or equal to 1",
+        ),
         ("[link.mine]\ntitle = 'x'", "link.mine.bandwidth is"),
         ("[gpus.mine]", "gpus is"),
         ("not toml", "line 1"),
         ("a = " + "[" * 5000, "recursion"),
-        ("[gpu.h100-80]\ncapacity = inf", "gpu.h100-80.capacity is inf: Input should be a finite number"),
+        (
+            "[gpu.h100-80]\ncapacity = inf",
+            "gpu.h100-80.capacity is inf: Input should be a finite number",
+        ),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(

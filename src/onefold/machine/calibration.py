@@ -106,7 +106,9 @@ class Calibration(BaseModel, frozen=True, extra="forbid"):
             raise CalibrationError(f"{path} is no calibration: {error}. {again}") from None
         then = found.machine
         if others := [
-            f"{k} {then.get(k)} there, {own} here" for k, own in now.items() if k != "torch" and then.get(k) != own
+            f"{k} {then.get(k)} there, {own} here"
+            for k, own in now.items()
+            if k != "torch" and then.get(k) != own
         ]:
             raise CalibrationError(
                 f"{path} was measured on another machine: {'; '.join(others)}. {again}"

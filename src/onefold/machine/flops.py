@@ -33,7 +33,9 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     table = dict(FlopCounterMode(display=False).flop_registry)
     flash = "_scaled_dot_product_flash_attention"
     for backward in ("", "_backward"):  # the CPU's kernels, which torch's table leaves out
-        table[getattr(_aten, f"{flash}_for_cpu{backward}")] = table[getattr(_aten, flash + backward)]
+        table[getattr(_aten, f"{flash}_for_cpu{backward}")] = table[
+            getattr(_aten, flash + backward)
+        ]
     return table | {_aten._grouped_mm: _grouped_flops}
 
 

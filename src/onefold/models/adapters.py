@@ -9,15 +9,14 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
+from onefold.models.build import Loaded, seeded
 from onefold.models.names import is_hub_name
 from onefold.plan.modules import adapted
 from onefold.wording import TrainError, did_you_mean
 
 if TYPE_CHECKING:
-    from onefold.models.build import Loaded
     from onefold.train.config import TrainConfig
 
 #: peft's word for every linear layer but the head.
@@ -41,15 +40,14 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
     targets = targets_of(config, model)
     # The seed gives the same adapters on any number of ranks. Adapters on the meta device are
     # initialized in `onefold.shard`.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        try:
+    try:
+        with seeded(config.seed):
             wrapped = adapted(model, config.lora, config.lora_alpha, targets)
-        except ValueError as error:  # the architecture computes with these layers in its own way
-            raise TrainError(
-                f"--lora {config.lora}: peft puts no adapters around these layers ({error})"
-                " Name others by --lora-targets."
-            ) from error
+    except ValueError as error:  # the architecture computes with these layers in its own way
+        raise TrainError(
+            f"--lora {config.lora}: peft puts no adapters around these layers ({error})"
+            " Name others by --lora-targets."
+        ) from error
     # The place from which peft loads the base model
     if os.path.isdir(config.model):
         wrapped.peft_config["default"].base_model_name_or_path = os.path.abspath(config.model)

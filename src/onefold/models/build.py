@@ -25,7 +25,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError
 from onefold.data.text import ByteTokenizer, Tokenizer, load_tokenizer, smollm2_path
 from onefold.models.names import NAMED_SIZES, hub_folder, kind_of, parse_size
-from onefold.plan.modules import factory_of, module_in, quietly
+from onefold.plan.modules import made_by, quietly
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.processes.ranks import Ranks
 from onefold.tracing.blocks import repeated_blocks
@@ -226,9 +226,7 @@ def _from_scratch(
             num_hidden_layers=layers, hidden_size=width, num_attention_heads=heads, num_key_value_heads=heads,
             intermediate_size=hidden, max_position_embeddings=length, tie_word_embeddings=True, **common,
         )  # fmt: skip
-    # The weights depend on the seed only, and the global generator does not change
-    with torch.random.fork_rng(devices=[]), torch.device("meta" if empty else "cpu"):
-        torch.manual_seed(seed)
+    with seeded(seed), torch.device("meta" if empty else "cpu"):
         return build(config).float().train()
 
 
@@ -251,16 +249,9 @@ def model_shape(name: str, vocabulary: int) -> tuple[int, int]:
 
 def _from_factory(name: str, tokenizer: str, seed: int) -> Loaded:
     try:
-        factory = factory_of(name)
+        module, own = made_by(name, seeded(seed))
     except ValueError as error:
-        raise TrainError(f"--model {error}") from None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        made = factory()
-    try:
-        module, own = module_in(name, made)
-    except ValueError as error:
-        raise TrainError(f"--model {error}") from None
+        raise TrainError(f"--model {error}") from error
     if own is None and tokenizer == "bytes":
         # transformers is not imported: that takes longer than a small run needs to start
         own = ByteTokenizer()
@@ -280,6 +271,14 @@ def quiet_transformers() -> Iterator[None]:
             "onefold train needs transformers: pip install 'onefold[train]'."
         ) from None
     with quietly():
+        yield
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Random numbers depend on the seed only inside, and the global generator does not change."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         yield
 
 

@@ -303,7 +303,9 @@ def machine_here(
         found = hardware.calibrated(Calibration.load()) if measured else None
     if found is None or (found.ranks, found.ranks, found.shared) != (ranks, local, shared):
         between = known.link("100g") if ranks > local else None
-        gpu = Gpu(name="here", title="this machine", capacity=free, memory_bandwidth=1e10, fp32=1e12)
+        gpu = Gpu(
+            name="here", title="this machine", capacity=free, memory_bandwidth=1e10, fp32=1e12
+        )
         host = known["host"]["default"]
         found = Machine(gpu, ranks, local, between, host, shared=shared, is_timed=False)
     host = found.host.model_copy(update={"memory": beside[0], "nvme": beside[1]})

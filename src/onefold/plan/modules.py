@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import inspect
 import os
 import re
 import sys
+import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _FFN = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
-_SIZES = (*_LAYERS, *_HIDDEN, *_HEADS, *_FFN, "num_key_value_heads", "vocab_size")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 # -- from code to a module -------------------------------------------------------------------------
@@ -54,40 +53,17 @@ def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
             was looked for.
     """
     path, text = Path(source), str(source)
-    if not text or source == Path():
-        raise ValueError(
-            "the model's name is empty: expected a name such as llama-3-8b, a folder, config.json"
-            " or package.module:factory."
-        )
     if (row := known(source)) is not None:
         return built(text, {"model_type": row.model_type, **row.config}, as_it_is)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(
-                f"{source}: this folder has no config.json, so it is no Hugging Face model."
-            )
-        return _from_config(path / "config.json", as_it_is)
-    if path.is_file():
-        if path.suffix != ".json":
-            raise ValueError(
-                f"{source}: expected a config.json, its folder, or package.module:factory."
-            )
-        return _from_config(path, as_it_is)
+    if text and path.exists():
+        return _from_config(path / "config.json" if path.is_dir() else path, as_it_is)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
-        return _from_factory(text)
-    # "organization/model" is a name on Hugging Face's hub
-    if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", text):
-        hub = f" Nothing is downloaded: the config.json of {text} is all that a plan needs of it."
-    elif re.fullmatch(r"[^:/\\]+", text) and path.suffix != ".json":
-        hub = ""
-    else:
-        raise ValueError(
-            f"{source}: there is no such folder or file, and it is not package.module:factory."
-            " Nothing is downloaded."
-        )
+        with torch.random.fork_rng(devices=[]):
+            return made_by(text, torch.device("meta"))[0]
     raise ValueError(
-        f"no architecture is called {text!r}. {did_you_mean(text.lower(), architectures(), 3)} Or give"
-        f" a folder with a config.json, package.module:factory, or --params.{hub}"
+        f"no architecture and no folder is called {text!r}."
+        f" {did_you_mean(text.lower(), architectures(), 3)} Or give a config.json (nothing is downloaded),"
+        " package.module:factory, or --params."
     )
 
 
@@ -103,13 +79,12 @@ def _from_config(path: Path, as_it_is: bool) -> nn.Module:
     try:
         values = read_json(path)
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not readable JSON: {error}.") from None
+        raise ValueError(f"{path} cannot be read as JSON: {error}.") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise ValueError(
             f'{path} has no "model_type", so it is no Hugging Face config. A Llama\'s says'
             ' "model_type": "llama".'
         )
-    _check_sizes(path, values)
     return built(str(path), values, as_it_is)
 
 
@@ -148,21 +123,6 @@ def built(source: str, values: Mapping[str, Any], as_it_is: bool = False) -> nn.
         ) from error
 
 
-def _check_sizes(path: Path, values: Mapping[str, Any]) -> None:
-    """Raise ValueError for a size that no model has. transformers would divide by it, or make layers
-    without end.
-    """
-    for name, value in values.items():
-        if isinstance(value, dict):
-            _check_sizes(path, value)
-        most = 10_000 if name in _LAYERS else 1 << 24
-        sized = name in _SIZES and isinstance(value, bool | int | float | str)
-        if sized and (type(value) is not int or not 1 <= value <= most):
-            raise ValueError(
-                f'{path}: "{name}" is {str(value)[:40]}: expected a whole number from 1 to {most}.'
-            )
-
-
 def class_for(config: Any) -> Any:
     """Return the class that the config's `architectures` names, else the causal language model of
     its type, else the plain model.
@@ -187,71 +147,28 @@ def build(kind: Any, config: Any, as_it_is: bool = False) -> nn.Module:
     return module.train()
 
 
-def _from_factory(source: str) -> nn.Module:
-    """Call `package.module:factory`. Raises ValueError for any error of the user's own code."""
-    factory, attribute = factory_of(source), source.partition(":")[2]
-    with torch.random.fork_rng(devices=[]), torch.device("meta"):
-        try:
-            made = factory()
-        except Exception as error:
-            raise ValueError(
-                f"{source}: calling {attribute}() failed: {type(error).__name__}: {error}"
-            ) from error
-    return module_in(source, made)[0]
-
-
-def module_in(source: str, made: Any) -> tuple[nn.Module, Any]:
-    """Return (the module that a factory made, in training mode; its tokenizer or None). Raises
-    ValueError: it made none.
+def made_by(source: str, within: AbstractContextManager[Any]) -> tuple[nn.Module, Any]:
+    """Call `package.module:factory` without arguments inside a context. Returns (the module that it makes, in training
+    mode; its tokenizer or None). Raises ValueError: it is not there, fails or makes no module.
     """
+    package, _, attribute = source.partition(":")
+    if os.getcwd() not in sys.path:  # as `python -m` does
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(package), attribute)
+        with within:
+            made = factory()
+    except Exception as error:  # the user's own code may raise anything
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise ValueError(
+            f"{source}: {type(error).__name__}: {error} ({last.filename}, line {last.lineno})"
+        ) from error
     module, tokenizer = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module):
         raise ValueError(
             f"{source}: expected an nn.Module or (nn.Module, tokenizer), got {type(made).__name__}."
         )
     return module.train(), tokenizer
-
-
-def factory_of(source: str) -> Callable[[], Any]:
-    """Return the function that `package.module:factory` names. Raises ValueError if there is none,
-    or if it needs arguments.
-    """
-    package, _, attribute = source.partition(":")
-    if os.getcwd() not in sys.path:  # as `python -m` does
-        sys.path.insert(0, os.getcwd())
-    try:
-        found = importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ValueError(
-            f"{source}: cannot import {error.name!r} from {os.getcwd()} or the installed packages."
-        ) from None
-    except Exception as error:  # importing runs the user's own code
-        raise ValueError(
-            f"{source}: importing {package} failed: {type(error).__name__}: {error}"
-        ) from error
-    factory = getattr(found, attribute, None)
-    if hasattr(found, attribute) and not callable(factory):
-        raise ValueError(
-            f"{source}: {attribute} is of type {type(factory).__name__}; expected a function that"
-            " returns an nn.Module."
-        )
-    if not callable(factory):
-        names = [n for n, value in vars(found).items() if callable(value) and not n.startswith("_")]
-        raise ValueError(
-            f"{source}: {package} has no function {attribute!r}. {did_you_mean(attribute, names)}"
-        )
-    free = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    needed = [
-        p.name
-        for p in inspect.signature(factory).parameters.values()
-        if p.default is p.empty and p.kind not in free
-    ]
-    if needed:
-        raise ValueError(
-            f"{source}: the factory is called without arguments, but {attribute} asks for"
-            f" {', '.join(needed)}."
-        )
-    return factory
 
 
 def adapted(
