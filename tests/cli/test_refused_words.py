@@ -42,7 +42,6 @@ ROWS = [
     ("plan package.nowhere:factory", "No module named"),
     ("plan Qwen/Qwen2-7B", "nothing is downloaded"),
     ("plan gpt2 --gpus 16 --link 8x", "link"),
-    ("plan gpt2 --lora 100000", "use at most 768"),
     ("plan gpt2 --stage 1 --offload nvme", "use stage 3"),
     ("plan gpt2 --offload-param nvme", "give offload_optimizer='nvme' too"),
     ("plan gpt2 --offload nvme --offload-optimizer cpu", "both say where states are stored"),

@@ -187,24 +187,15 @@ class Job:
                 f"moments={found.moments!r} is about Adam's moments, and"
                 f" optimizer={self.optimizer!r} keeps others: leave it out."
             )
-        self._refuse_with_whole_matrices(found)
-
-    def _refuse_with_whole_matrices(self, recipe: Recipe) -> None:
-        """Raise ValueError for what steps pieces of matrices, if the optimizer steps them whole."""
-        if PLANNED[self.optimizer].update != WHOLE:
-            return
-        on_disk = recipe.optimizer.tier.on_disk or OFFLOAD[self.offload or "none"].on_disk
-        low = recipe.stochastic_rounding and recipe.optimizer.dtype.itemsize < 4
-        for refused, what in (
-            (on_disk, "states on NVMe are stepped chunk by chunk"),
-            (recipe.step_in_backward, "step_in_backward=True steps pieces in the backward pass"),
-            (low, "stochastic_rounding=True rounds element by element"),
-        ):
-            if refused:
-                raise ValueError(
-                    f"optimizer={self.optimizer!r} steps whole matrices, and {what}: leave one of the"
-                    " two out."
-                )
+        on_disk = found.optimizer.tier.on_disk or OFFLOAD[self.offload or "none"].on_disk
+        low = found.stochastic_rounding and found.optimizer.dtype.itemsize < 4
+        in_pieces = on_disk or low or found.step_in_backward
+        if PLANNED[self.optimizer].update == WHOLE and in_pieces:
+            raise ValueError(
+                f"optimizer={self.optimizer!r} steps whole matrices, and states on NVMe,"
+                " step_in_backward=True and stochastic_rounding=True step pieces of them: leave one of the"
+                " two out."
+            )
 
     @classmethod
     def of(cls, given: Mapping[str, Any], asker: str) -> Job:
@@ -255,8 +246,9 @@ class Job:
         """The given options about groups, codecs and frozen weights. If there are any, the plan
         chooses no way to communicate.
         """
-        unsaid = (None, False, "nearest")
-        return {k: v for k, v in self.options if k in COMMUNICATION_OPTIONS and v not in unsaid}
+        return {
+            k: v for k, v in self.options if k in COMMUNICATION_OPTIONS and v not in (None, False)
+        }
 
     @property
     def folders(self) -> tuple[str, ...]:

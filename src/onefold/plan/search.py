@@ -30,7 +30,6 @@ much convergence a codec costs.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -49,7 +48,7 @@ from onefold.plan.job import (
     Scheme,
     as_recipe,
 )
-from onefold.plan.rank import Stage, divided_along, local_numel, stages_of
+from onefold.plan.rank import Stage, local_numel, stages_of
 from onefold.plan.shapes import ModelShape
 from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import readable
@@ -319,11 +318,9 @@ def meshes(
 
 
 @lru_cache(maxsize=4096)
-def _held(stage: Stage, degrees: Degrees) -> Mapping[tuple[str, ...], int]:
-    out: Counter[tuple[str, ...]] = Counter()
-    for p in stage.parameters:
-        out[divided_along(p, degrees)] += local_numel(p, degrees)
-    return out
+def _held(stage: Stage, degrees: Degrees) -> int:
+    """Return the elements that a rank of the stage has if data ranks divide nothing."""
+    return sum(local_numel(p, degrees) for p in stage.parameters)
 
 
 def least(question: Question, scheme: Scheme) -> tuple[float, float]:
@@ -335,12 +332,10 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
     for stage in unlike(stages_of(question.model, degrees)):
         activity = question.activity(scheme, stage)
         seconds = max(seconds, pass_seconds(question, activity))
-        held: float = activity.peak
-        for divided, numel in _held(stage, degrees).items():
-            ranks = degrees.holding(divided)
-            held += numel * kinds.parameters / (ranks if scheme.stage == 3 else 1)
-            held += numel * kinds.optimizer / (ranks if scheme.stage else 1)
-        nbytes = max(nbytes, held)
+        held, even = _held(stage, degrees), stage.numel * degrees.pp / degrees.ranks
+        states = (even if scheme.stage == 3 else held) * kinds.parameters
+        states += (even if scheme.stage else held) * kinds.optimizer
+        nbytes = max(nbytes, activity.peak + states)
     batches = question.micro_batches(scheme)
     return batches * seconds / (1 - bubble(degrees, batches)), nbytes
 
@@ -406,16 +401,16 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     said = too_large(question.model, max(ladder(question, stages), key=lambda c: c.spare))
     kept = "none" if job.offload == "none" and not job.places else ""
     options = tuple((k, v) for k, v in job.options if k not in PLACES)
-    free = replace(job, micro_batch=1, checkpointing="", offload=kept, options=options)
-    tried = [("Here", replace(question, job=free))] if free != job or stages else []
-    one = replace(question, job=replace(free, global_batch=0))
-    for larger in _larger(machine):
-        tried.append((f"On {larger.ranks} devices", replace(one, machine=larger)))
-    for where, there in tried:
+    free = replace(
+        job, micro_batch=1, global_batch=0, checkpointing="", offload=kept, options=options
+    )
+    for larger in (machine, *_larger(machine)):
         # First ask what needs least
+        there = replace(question, job=free, machine=larger)
         every = schemes(there)
         last = [s for s in every if (s.share, s.checkpointing) == (1.0, every[-1].checkpointing)]
         if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
+            where = "Here" if larger is machine else f"On {larger.ranks} devices"
             return f"{said} {where} {found.scheme} with micro-batch 1 would fit."
     return (
         f"{said} No number of devices would do: one unit is too large. Take smaller units, a"

@@ -227,13 +227,6 @@ def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator
 
 def with_lora(module: nn.Module, rank: int) -> nn.Module:
     """Return a copy of the module on the meta device, frozen, with adapters (`modules.adapted`)."""
-    matrices = (p.shape for n, p in module.named_parameters() if p.dim() == 2 and ".embed" not in n)
-    most = max((min(shape) for shape in matrices), default=rank)
-    if rank > most:
-        raise ValueError(
-            f"LoRA of rank {rank}: no matrix is larger than {most} on both sides, so the adapters would be"
-            f" larger than what they adapt; use at most {most}."
-        )
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         for p in module.parameters()

@@ -154,10 +154,8 @@ def shorter(
     own = [{id(p) for p in block.parameters()} for block in blocks.values()]
     if not set(names) <= set(units) or sum(map(len, own)) != len(set().union(*own)):
         return None
-    layers = getattr(getattr(module, "config", None), "layer_types", None) or ()
-    kinds = layers if len(layers) == len(blocks) else [None] * len(blocks)
     turns = [i % 2 if checkpointing == "selective" else 0 for i in range(len(blocks))]
-    signs = list(zip(map(_signature, blocks.values()), kinds, turns, strict=True))
+    signs = list(zip(map(_signature, blocks.values()), turns, strict=True))
     left_out, period, start = max(_runs(signs), key=lambda run: run[0], default=(0, 1, 0))
     if left_out <= 0:
         return None
