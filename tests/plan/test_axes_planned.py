@@ -224,7 +224,6 @@ def test_a_block_keeps_what_korthikanti_counts_under_tensor_parallelism() -> Non
             r"a global batch of 7 .* use 8",
         ),
         ("llama-3-8b", {"chunks": 2}, r"--chunks 2 interleaves .* give --pp 2 or more"),
-        ("llama-3-8b", {"pp": 2, "schedule": "dual"}, r"--schedule dual: expected 1f1b or gpipe\."),
         ("llama-3-8b", {"tp": 0}, r"--tp 0: expected a whole number, 1 or more\."),
         (
             "llama-3-8b",

@@ -50,7 +50,7 @@ MESHES = [
     ("mixtral", Degrees(dp=8, ep=2, tp=2), 1, {"replicas": 4}),
     ("mixtral", Degrees(dp=4, ep=2, tp=2, pp=2), 3, {"micro_batches": 3, "rank": 9}),
     ("llama", Degrees(dp=2, tp=2, pp=4), 2, {"micro_batches": 4, "rank": 15}),
-    ("llama", Degrees(dp=2, cp=2, pp=2, schedule="gpipe"), 1, {"micro_batches": 1}),
+    ("llama", Degrees(dp=2, cp=2, pp=2), 1, {"micro_batches": 2}),
 ]
 
 
@@ -139,7 +139,7 @@ def test_llama_3_405b_on_4096_ranks_is_exact(rank: int) -> None:
     [
         (Degrees(dp=4, ep=2), {"replicas": 4}, {}, "4 replicas of 2 data-parallel ranks"),
         (Degrees(pp=2, chunks=2), {"micro_batches": 2}, {}, "2 chunks a stage"),
-        (Degrees(pp=4), {"micro_batches": 2}, {}, "2 micro-batches in 4 stages.*--schedule gpipe"),
+        (Degrees(pp=4), {"micro_batches": 2}, {}, "2 micro-batches in 4 stages.*--global-batch"),
         (Degrees(tp=2), {}, {"offload_optimizer": "cpu"}, "offload or steps"),
         (Degrees(tp=2), {"rank": 2}, {}, "rank 2 of 2"),
     ],

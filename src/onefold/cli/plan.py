@@ -16,7 +16,6 @@ from onefold.cli.show import answered
 from onefold.recipe.core import DIVISION, OPTIONS, TIERS
 from onefold.recipe.options import Precision, bytes_of
 
-Schedule = Literal["1f1b", "gpipe"]
 Stage = Literal["auto", "0", "1", "2", "3"]
 Checkpointing = Literal["auto", "none", "selective", "full"]
 Offload = Literal[
@@ -56,7 +55,6 @@ def plan(
     cp: Annotated[str, option("Context-parallel ranks, or auto.", _AXES)] = "1",
     ep: Annotated[str, option("Data-parallel ranks with different experts, or auto.", _AXES)] = "1",
     chunks: Annotated[int, option("Parts of the model on each stage (interleaved).", _AXES)] = 1,
-    schedule: Annotated[Schedule, option("The pipeline's.", _AXES)] = "1f1b",
     no_sequence_parallel: Annotated[bool, option("Norms are not divided by tokens.", _AXES, "--no-sequence-parallel")] = False,
     no_expert_tp: Annotated[bool, option("Tensor parallelism leaves experts whole.", _AXES, "--no-expert-tp")] = False,
     simulate: Annotated[
@@ -100,7 +98,6 @@ def plan(
         stage=None if stage == "auto" else int(stage),
         **axes,
         chunks=chunks,
-        schedule=schedule,
         sequence_parallel=not no_sequence_parallel,
         expert_tp=not no_expert_tp,
         seq=seq,

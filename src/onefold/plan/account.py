@@ -432,7 +432,7 @@ def bubble(degrees: Degrees, micro_batches: int) -> float:
     """Return the share of a step in which a rank of the pipeline has nothing to do:
     (P−1)/(V·M + P−1) for P stages, M micro-batches and V chunks a stage.
 
-    It is (P−1)/(M+P−1) for GPipe and 1F1B. Over the ideal time the loss is (P−1)/M ÷ V (Narayanan
+    It is (P−1)/(M+P−1) for 1F1B. Over the ideal time the loss is (P−1)/M ÷ V (Narayanan
     et al. 2021, sections 2.2.1 and 2.2.2).
     """
     lost = degrees.pp - 1

@@ -170,8 +170,6 @@ def in_flight(degrees: Degrees, index: int, micro_batches: int) -> int:
     passes: of interleaved stages Korthikanti et al. 2022, section 4.2.3.
     """
     p, v = degrees.pp, degrees.chunks
-    if degrees.schedule == "gpipe":
-        return micro_batches
     held = p - index if v == 1 else 2 * (p - index - 1) + (v - 1) * p + 1
     return min(held, micro_batches * v)
 

@@ -40,7 +40,7 @@ from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import readable
 
 #: Fields of `Degrees` that are no degree, with their defaults.
-MESH = {"chunks": 1, "schedule": "1f1b", "sequence_parallel": True, "expert_tp": True}
+MESH = {"chunks": 1, "sequence_parallel": True, "expert_tp": True}
 #: The share of free memory that training may take. The rest is for buffers of libraries and for
 #: later processes.
 USABLE = 0.9
@@ -194,7 +194,7 @@ def planned(
         machine: from `onefold.plan.hardware.machine`, or `hardware.calibrated` for this one.
         stages: those that may be recommended; (): all.
         axes: tp, pp, cp and ep, each a number or "auto": the plan searches. None: data ranks alone.
-        options: further fields of `Degrees`: chunks, schedule, sequence_parallel, expert_tp.
+        options: further fields of `Degrees`: chunks, sequence_parallel, expert_tp.
 
     Raises:
         ValueError: an unknown name, a batch that does not divide, a module that cannot be traced, a
@@ -425,8 +425,7 @@ def plan(
             of `input_ids` and `labels`.
         loss: makes the scalar loss of such a module's output.
         largest: also find the largest micro-batch for each stage.
-        job: the fields of `plan.degrees.Degrees` beside (chunks, schedule, sequence_parallel,
-            expert_tp); those of `plan.job.Job`: seq, micro_batch, global_batch, precision,
+        job: the fields of `plan.degrees.Degrees` beside (chunks, sequence_parallel, expert_tp); those of `plan.job.Job`: seq, micro_batch, global_batch, precision,
             accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of
             `Recipe.zero` (reduce_at, units, offload_optimizer, nvme, shard_group,
             gather_codec, ...), which the plan and its recipe follow. On this machine states go to a

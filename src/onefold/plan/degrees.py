@@ -16,14 +16,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, Literal, get_args
+from typing import Any
 
 from onefold.layout.holders import Holders, Mesh
 from onefold.plan.hardware import Machine
 from onefold.plan.shapes import ModelShape, Transformer
 
-Schedule = Literal["1f1b", "gpipe"]
-SCHEDULES: tuple[Schedule, ...] = get_args(Schedule)
 #: The axes of the mesh of one stage. Along those of `DATA` ranks compute with different tokens.
 AXES, DATA = ("dp", "ep", "cp", "tp"), ("dp", "ep", "cp")
 
@@ -39,14 +37,13 @@ class Degrees:
         cp: ranks that divide each sample.
         ep: ranks that divide the experts.
         chunks: parts of the model that each stage has (1: plain 1F1B; more: interleaved 1F1B).
-        schedule: "1f1b", or "gpipe", which runs all forward passes first.
         sequence_parallel: between its layers, a tensor-parallel rank has a part of the tokens only
             (Korthikanti et al. 2022, section 4.2).
         expert_tp: tensor parallelism divides each expert too.
 
     Raises:
         ValueError: a degree that is no positive number, an `ep` that does not divide `dp`, an
-            unknown schedule, chunks without a pipeline.
+            chunks without a pipeline.
     """
 
     dp: int = 1
@@ -55,7 +52,6 @@ class Degrees:
     cp: int = 1
     ep: int = 1
     chunks: int = 1
-    schedule: Schedule = "1f1b"
     sequence_parallel: bool = True
     expert_tp: bool = True
 
@@ -69,12 +65,10 @@ class Degrees:
                 f"--ep {self.ep} does not divide the {self.dp} data-parallel ranks: choose"
                 f" {one_of(divisors(self.dp))}."
             )
-        if self.schedule not in SCHEDULES:
-            raise ValueError(f"--schedule {self.schedule}: expected {one_of(SCHEDULES)}.")
-        if self.chunks > 1 and (self.pp == 1 or self.schedule != "1f1b"):
+        if self.chunks > 1 and self.pp == 1:
             raise ValueError(
-                f"--chunks {self.chunks} interleaves the stages of a 1f1b pipeline: give --pp 2 or"
-                " more and --schedule 1f1b, or leave --chunks out."
+                f"--chunks {self.chunks} interleaves the stages of a pipeline: give --pp 2 or more, or"
+                " leave --chunks out."
             )
 
     @classmethod

@@ -352,7 +352,7 @@ class StageOfMesh(TorchDispatchMode):
         self.micro_batches = micro_batches
         if self.degrees.pp == 1:
             return passes_of(module, torch.empty(1, device="cpu"), micro_batches)
-        from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+        from torch.distributed.pipelining import Schedule1F1B
         from torch.distributed.pipelining.stage import InferenceMode
 
         from onefold.parallel import PipelineStage
@@ -364,8 +364,9 @@ class StageOfMesh(TorchDispatchMode):
             module, stage.index, degrees.pp, torch.device("cpu"), grad if stage.first else example, example,
             None if stage.last else grad, None if stage.first else grad, group=self.root.get_group("pp"),
         )  # fmt: skip
-        kind = ScheduleGPipe if degrees.schedule == "gpipe" else Schedule1F1B
-        schedule = kind(here, n_microbatches=micro_batches, loss_fn=lambda out, _: out.sum())
+        schedule = Schedule1F1B(
+            here, n_microbatches=micro_batches, loss_fn=lambda out, _: out.sum()
+        )
 
         # Stages vote whether each was given its shapes. No other stage is here: all of them were
         def told(stages: Any, *_: Any) -> None:
@@ -621,10 +622,10 @@ def _check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: 
             f"a simulation of {degrees.chunks} chunks a stage: it runs pipelines of one chunk. The plan"
             " counts the bytes of interleaved stages; leave --chunks out to simulate."
         )
-    if degrees.pp > micro_batches and degrees.schedule == "1f1b":
+    if degrees.pp > micro_batches:
         raise ValueError(
             f"a simulation of {micro_batches} micro-batches in {degrees.pp} stages: torch's 1F1B takes at"
-            " least one for each stage. Give more (--global-batch), or --schedule gpipe."
+            " least one for each stage. Give more (--global-batch)."
         )
     tiers = {recipe.parameters.tier, recipe.optimizer.tier} - {Tier.DEVICE}
     if tiers or recipe.offload_activations is not None or recipe.step_in_backward:
