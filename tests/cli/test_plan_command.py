@@ -78,7 +78,7 @@ def test_where_state_rests_is_said_as_in_training_and_shown_by_tier() -> None:
     assert set(account["offloaded"]) == {"host", "nvme"}
     assert set(account["moved"]) == {"up", "down", "read", "written"}
     table = command(*asked, *tiers).stdout
-    for words in ("where it is at peak", "host", "NVMe", "between tiers in a step", "exposed"):
+    for words in ("host", "NVMe", "moved between tiers in a step", "written", "busy: disk"):
         assert words in table, (words, table)
     plain = (*asked, "--offload", "none", "--activation-checkpointing", "none")
     whole = said(*plain)["stages"][3]["account"]

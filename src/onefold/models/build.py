@@ -58,9 +58,7 @@ class Loaded:
         return hasattr(self.module, "save_pretrained") and hasattr(self.module, "config")
 
 
-def load_model(
-    name: str, tokenizer: str, seed: int, seq: int, empty: bool = False, in_parts: bool = False
-) -> Loaded:
+def load_model(name: str, tokenizer: str, seed: int, seq: int, empty: bool = False) -> Loaded:
     """Load or build `--model` in this process.
 
     Args:
@@ -68,8 +66,6 @@ def load_model(
         seed: the seed of random weights.
         seq: the sequence length that a model from scratch must support.
         empty: leave the parameters of a model from scratch on the meta device.
-        in_parts: leave the parameters of a folder on the meta device, if `onefold.shard` can read
-            them in parts.
 
     Raises:
         TrainError: the name is unknown, or its model cannot be trained here.
@@ -79,7 +75,7 @@ def load_model(
         return _from_factory(name, tokenizer, seed)
     with quiet_transformers():
         if kind == "folder":
-            return _from_folder(Path(name), load_tokenizer(tokenizer, Path(name)), in_parts)
+            return _from_folder(Path(name), load_tokenizer(tokenizer, Path(name)))
         if kind in ("smollm2", "gguf"):
             path = smollm2_path() if kind == "smollm2" else Path(name)
             assert path is not None
@@ -108,13 +104,13 @@ def load_on_first_rank(
             load_on_first_rank(str(folder), tokenizer, seed, seq, ranks, note), name=name
         )
     if ranks.world_size == 1 or kind_of(name) == "factory":
-        return load_model(name, tokenizer, seed, seq, in_parts=True)
+        return load_model(name, tokenizer, seed, seq)
     if kind_of(name) == "scratch":
         return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
     own: list[Loaded] = []
 
     def load() -> tuple[Any, ...]:
-        own.append(load_model(name, tokenizer, seed, seq, in_parts=True))
+        own.append(load_model(name, tokenizer, seed, seq))
         module: Any = own[0].module
         beside = getattr(module, "generation_config", None)
         return type(module), module.config, beside, replace(own[0], module=nn.Identity())
@@ -135,22 +131,17 @@ def load_on_first_rank(
 # -- models ----------------------------------------------------------------------------------------
 
 
-def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
-    """Open a folder on the meta device if `in_parts` is set and its weights can be read in parts;
-    otherwise load it whole.
-    """
-    notes: tuple[str, ...] = ()
-    if in_parts:
-        try:
-            module = on_meta(path)
-            reason = read_whole(path, module)
-        except CheckpointError as error:
-            raise TrainError(f"--model {path}: {error}") from error
-        except (RuntimeError, TypeError, AttributeError) as error:
-            reason = f"its code cannot be built without memory ({error})."
-        if not reason:
-            return Loaded(module, words, str(path), weights=path)
-        notes = (f"the whole model is read on the first rank: {reason}",)
+def _from_folder(path: Path, words: Tokenizer) -> Loaded:
+    """Open a folder on the meta device if its weights can be read in parts; otherwise load it whole."""
+    try:
+        module = on_meta(path)
+        reason = read_whole(path, module)
+    except CheckpointError as error:
+        raise TrainError(f"--model {path}: {error}") from error
+    except (RuntimeError, TypeError, AttributeError) as error:
+        reason = f"its code cannot be built without memory ({error})."
+    if not reason:
+        return Loaded(module, words, str(path), weights=path)
     from transformers import AutoModelForCausalLM
 
     try:
@@ -159,7 +150,8 @@ def _from_folder(path: Path, words: Tokenizer, in_parts: bool) -> Loaded:
         )
     except (OSError, ValueError, ImportError) as error:
         raise TrainError(f"--model {path}: transformers cannot open it ({error}).") from error
-    return Loaded(whole.train(), words, str(path), notes=notes)
+    note = f"the whole model is read on the first rank: {reason}"
+    return Loaded(whole.train(), words, str(path), notes=(note,))
 
 
 @contextlib.contextmanager

@@ -425,11 +425,11 @@ def plan(
             of `input_ids` and `labels`.
         loss: makes the scalar loss of such a module's output.
         largest: also find the largest micro-batch for each stage.
-        job: the fields of `plan.degrees.Degrees` beside (chunks, sequence_parallel, expert_tp); those of `plan.job.Job`: seq, micro_batch, global_batch, precision,
-            accumulate_dtype, checkpointing, optimizer, lora_rank, offload; and arguments of
-            `Recipe.zero` (reduce_at, units, offload_optimizer, nvme, shard_group,
-            gather_codec, ...), which the plan and its recipe follow. On this machine states go to a
-            disk only if `nvme` names folders on it.
+        job: the fields of `plan.degrees.Degrees` beside (chunks, sequence_parallel, expert_tp); those
+            of `plan.job.Job`: seq, micro_batch, global_batch, precision, accumulate_dtype,
+            checkpointing, optimizer, lora_rank, offload; and arguments of `Recipe.zero` (reduce_at,
+            units, offload_optimizer, nvme, shard_group, gather_codec, ...), which the plan and its
+            recipe follow. On this machine states go to a disk only if `nvme` names folders on it.
 
     Raises:
         ValueError: an impossible name, option or figure; the message says what to change.

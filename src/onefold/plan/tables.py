@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 
 from onefold.comm import OWNERS
+from onefold.memory import STAGING
 from onefold.plan.account import Candidate
 from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS
-from onefold.recipe.rows import OFF_DEVICE, Tier
+from onefold.recipe.rows import Tier
 
 if TYPE_CHECKING:
     from onefold.plan.api import Plan
@@ -94,11 +95,6 @@ def show(plan: Plan, console: Console | None = None, explain: bool = False) -> N
     for title, rows in others.items() if explain else ():
         if rows:
             _print(out, _one_a_row(title, rows, plan))
-    if plan.stages:
-        placed = tiers_table(plan.shown)
-        if placed is not None:
-            _print(out, placed)
-            out.print(moves_said(plan.shown))
     for note in (*plan.notes, *(plan.assumptions if explain else ())):
         out.print(f"[dim]{note}[/dim]")
 
@@ -162,7 +158,10 @@ def _figures(c: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "at peak", gib(account.peak_bytes)
     yield from ((f"  {name}", gib(account.peak.get(name, 0))) for name in CATEGORIES)
     yield "driver and NCCL beside it", gib(c.reserve.nbytes)
-    yield from ((tier.title, gib(nbytes)) for tier, nbytes in account.by_tier.items())
+    for tier, nbytes in account.by_tier.items():
+        yield f"{tier.title}, at peak", gib(nbytes)
+        held = account.offloaded.get(tier.value, {})
+        yield from ((f"  {name}", gib(held.get(name, 0))) for name in (*CATEGORIES, STAGING))
     yield "fits", _fit(c, plan)
     yield "sent in a step", gib(sum(account.sent.values()) or account.wire_bytes)
     yield from ((f"  {words}", gib(account.sent.get(axis, 0))) for axis, words in _AXES.items())
@@ -170,10 +169,13 @@ def _figures(c: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "  between nodes", gib(account.links.get("between", 0))
     yield "  of a node, to others", gib(account.sent_between)
     yield "  to and from owners", gib(account.wire.get(OWNERS, 0))
+    yield "moved between tiers in a step", gib(sum(account.moved.values()))
+    yield from ((f"  {move}", gib(account.moved.get(move, 0))) for move in MOVED)
     yield "busiest owner over the mean", balance_said(c.balance)
     yield "a step takes", in_seconds(c.step)
     for name in (*SECONDS[:-1], *OF_AXES):
         yield f"  {name}", in_seconds(account.seconds.get(name, 0))
+    yield from ((f"  busy: {n}", in_seconds(account.tiers.get(n, 0))) for n in TIER_SECONDS)
     yield "tokens/s", count(account.tokens_per_s)
     yield "MFU", NONE if account.mfu is None else f"{account.mfu:.0%}"
     # Searched for the stages alone
@@ -219,35 +221,4 @@ def _recommendation(best: Candidate) -> str:
     for tier, nbytes in best.account.by_tier.items():
         if nbytes:
             text += f" {tier.title[0].upper()}{tier.title[1:]}: {gib(nbytes)} a rank."
-    return text
-
-
-def tiers_table(found: Candidate) -> Table | None:
-    """Return a table of one rank's bytes at peak by category and tier; None without offload."""
-    account = found.account
-    if not account.offloaded:
-        return None
-    titles = [tier.title for tier in Tier]
-    table = _table(f"where it is at peak: {found.scheme}", "", *titles)
-    held = [account.peak, *(account.offloaded.get(tier.value, {}) for tier in OFF_DEVICE)]
-    others = sorted({c for by in held for c in by} - set(CATEGORIES))
-    for category in (*CATEGORIES, *others):
-        if any(by.get(category) for by in held):
-            table.add_row(f"  {category}", *(gib(by.get(category, 0)) for by in held))
-    table.add_row("[bold]all[/bold]", *(gib(sum(by.values())) for by in held))
-    return table
-
-
-def moves_said(found: Candidate) -> str:
-    """Return a sentence on what a step moves between tiers, the seconds, and how many of them are
-    hidden; "" if nothing moves.
-    """
-    moved, tiers = found.account.moved, found.account.tiers
-    if not moved:
-        return ""
-    sizes = ", ".join(f"{gib(moved[move])} {move}" for move in MOVED if moved.get(move))
-    text = f"between tiers in a step: {sizes}"
-    if tiers:
-        seconds = ", ".join(f"{n} {in_seconds(tiers[n])}" for n in TIER_SECONDS if tiers.get(n))
-        text += f"; {seconds}; {in_seconds(found.account.seconds.get('io', 0))} exposed"
     return text
