@@ -27,7 +27,7 @@ from onefold.reading import formed
 from onefold.wording import did_you_mean
 
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16")
-_RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(g|gbps|gbit/s|gb/s)")
+_RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(?:(GB/s)|(?i:g|gbps|gbit/s|gb/s))")
 
 
 #: Of a row's figures: bytes, bytes/s or FLOP/s.
@@ -205,12 +205,10 @@ class Catalogue(dict[str, dict[str, Any]]):
         """Return a link by name, or by its rate: "100g", "8x200g" (Gbit/s of a node), "25GB/s".
         Raises ValueError with the nearest names.
         """
-        plain = str(name).strip().lower()
-        in_bytes = "GB/s" in str(name)
-        match = _RATE.fullmatch(plain if in_bytes else plain.replace("gb/s", "gbit/s"))
+        match = _RATE.fullmatch(str(name).strip())
         if match and (rate := int(match[1] or 1) * float(match[2])) > 0:
-            bits = 1 if match[3] == "gb/s" else 8
-            return Link(name=plain, bandwidth=rate * 1e9 / bits, title=f"{name} between nodes")
+            bandwidth = rate * 1e9 / (1 if match[3] else 8)
+            return Link(name=match[0], bandwidth=bandwidth, title=f"{name} between nodes")
         rates = " Or give its rate: '100g', '8x200g' (Gbit/s of a node), '25GB/s'."
         return self._row("link", name, rates)
 

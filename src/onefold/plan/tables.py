@@ -15,6 +15,7 @@ from onefold.plan.account import Candidate
 from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS
 from onefold.recipe.rows import Tier
+from onefold.wording import readable
 
 if TYPE_CHECKING:
     from onefold.plan.api import Plan
@@ -25,12 +26,8 @@ NONE = "–"
 
 
 def gib(nbytes: float) -> str:
-    """Return bytes in KiB, MiB or GiB."""
-    if nbytes <= 0:
-        return NONE
-    if nbytes < 2**20:
-        return f"{nbytes / 2**10:.1f} KiB"
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes < 2**30 else f"{nbytes / 2**30:,.2f} GiB"
+    """Return bytes with a unit."""
+    return readable(nbytes) if nbytes > 0 else NONE
 
 
 def in_seconds(seconds: float) -> str:
