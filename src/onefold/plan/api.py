@@ -25,19 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from onefold.device import available, default_device, device_count, free_memory, with_index
+from onefold.device import default_device, device_count, free_memory, with_index
 from onefold.machine.calibration import Calibration
 from onefold.memory import free_host_memory
 from onefold.plan import hardware, search
 from onefold.plan.account import Candidate, Question
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import SOMEWHERE, Job
-from onefold.plan.notes import assumptions_of, notes_of
+from onefold.plan.notes import assumptions_of, in_a_line, notes_of
 from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import subject_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
-from onefold.wording import readable
 
 #: Fields of `Degrees` that are no degree, with their defaults.
 MESH = {"chunks": 1, "sequence_parallel": True, "expert_tp": True}
@@ -313,10 +312,14 @@ def machine_here(
     return replace(found, gpu=gpu, host=host)
 
 
-def _least(free: int, job: Job, ranks: int) -> tuple[int, tuple[float, float]]:
-    """Return the free bytes of the rank that has least, on its device and beside it. Collective;
-    raises ValueError on every rank if a folder of any rank does not exist.
+def _here(job: Job, ranks: int, device: torch.device | str | None = None) -> Machine:
+    """Return the machine whose `ranks` this process is one of, with the free bytes of the rank that has
+    least, on its device and beside it. Collective among several; raises ValueError on every rank if a
+    folder of any rank does not exist.
     """
+    where = with_index(device) if device is not None else default_device()
+    local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", device_count() or ranks)))
+    free = free_memory(where) if where.type != "cpu" else free_host_memory() // local
     found: Any
     try:
         found = free, *room_beside(job.folders)
@@ -328,8 +331,8 @@ def _least(free: int, job: Job, ranks: int) -> tuple[int, tuple[float, float]]:
     for said in every:
         if isinstance(said, str):
             raise ValueError(said)
-    least, host, disk = map(min, zip(*every, strict=True))
-    return least, (host, disk)
+    free, host, disk = map(min, zip(*every, strict=True))
+    return machine_here(ranks, local, free, where.type, (host, disk))
 
 
 def recipe_for(
@@ -366,23 +369,10 @@ def recipe_for(
             f" Recipe.zero({options['stage']}, ...)."
         )
     job = Job.of({"precision": None, "checkpointing": "none", **options}, "onefold.plan.recipe_for")
-    where = with_index(device) if device is not None else default_device()
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", device_count() or ranks)))
-    free = free_memory(where) if where.type != "cpu" else free_host_memory() // local
-    free, beside = _least(free, job, ranks)
-    machine = machine_here(ranks, local, free, where.type, beside)
+    machine = _here(job, ranks, device)
     found = planned(model, machine, job, largest=False, batch=batch, loss=loss)
-    recipe, best = found.recipe, found.shown
-    accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
-    peak = f"{readable(best.needed)} of {readable(best.usable)}"
-    others = [f"{readable(n)} {tier.where}" for tier, n in best.account.by_tier.items() if n]
-    more = f", {' and '.join(others)}" if others else ""
-    said = (
-        f"planned: {best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated} on {ranks}"
-        f" ranks, {peak} at peak{more}."
-    )
-    return recipe.replace(remarks=(said,))
+    return found.recipe.replace(remarks=(f"planned: {in_a_line(found.shown)}.",))
 
 
 def plan(
@@ -439,8 +429,7 @@ def plan(
     if machine is None and gpus is not None:
         machine = hardware.machine(gpus, per_node, gpu, link)
     if machine is None:
-        free = free_memory() if available() else free_host_memory()
-        machine = machine_here(1, 1, free, default_device().type, room_beside(asked.folders))
+        machine = _here(asked, 1)
     axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
     on_mesh = bool(others.items() - MESH.items()) or any(n != 1 for n in axes.values())
     return planned(

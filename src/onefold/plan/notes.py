@@ -13,6 +13,16 @@ from onefold.recipe.optimizers import PLANNED, WHOLE
 from onefold.wording import readable
 
 
+def in_a_line(best: Candidate) -> str:
+    """Return a candidate with what it needs, in words."""
+    accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
+    others = [f", {readable(n)} {tier.where}" for tier, n in best.account.by_tier.items() if n]
+    return (
+        f"{best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated}: {readable(best.needed)} of the"
+        f" {readable(best.usable)} that a rank may use{''.join(others)}"
+    )
+
+
 def notes_of(question: Question, shown: Candidate) -> Iterator[str]:
     """Yield notes on speeds that are not known, and on options without effect in the recipe that a plan
     shows. Of others without effect, `onefold.shard` tells (runtime/state/start.py).

@@ -12,6 +12,7 @@ from rich.table import Table
 from onefold.comm import OWNERS
 from onefold.memory import STAGING
 from onefold.plan.account import Candidate
+from onefold.plan.notes import in_a_line
 from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS
 from onefold.recipe.rows import Tier
@@ -84,7 +85,9 @@ def show(plan: Plan, console: Console | None = None, explain: bool = False) -> N
     if plan.recommended is None:
         out.print(f"[bold]nothing fits.[/bold] {plan.why_not}")
     else:
-        out.print(_recommendation(plan.recommended))
+        best = plan.recommended
+        seconds = f", {in_seconds(best.step)} a step" if best.step else ""
+        out.print(f"[bold]use[/bold] {in_a_line(best)}{seconds}.")
     others = {
         "what the next steps would buy": plan.next_steps,
         "ways to send between nodes": plan.slow_links,
@@ -206,16 +209,3 @@ def _fit(c: Candidate, plan: Plan) -> str:
     if not machine.shared and c.account.host * machine.local > machine.host.memory:
         return f"no, {Tier.HOST.title}"
     return f"no, {Tier.NVME.title}"
-
-
-def _recommendation(best: Candidate) -> str:
-    accumulated = f" × {best.accumulation} accumulated" if best.accumulation > 1 else ""
-    text = (
-        f"[bold]use {best.scheme}[/bold], micro-batch {best.scheme.micro_batch}{accumulated}:"
-        f" {gib(best.needed)} of the {gib(best.usable)} that a rank may use"
-        f"{f', {in_seconds(best.step)} a step' if best.step else ''}."
-    )
-    for tier, nbytes in best.account.by_tier.items():
-        if nbytes:
-            text += f" {tier.title[0].upper()}{tier.title[1:]}: {gib(nbytes)} a rank."
-    return text
