@@ -14,11 +14,11 @@ from typing import Any
 
 from benchmarks import harness, pages
 from benchmarks.harness import ROOT
-from onefold.plan.account import Candidate, Question
+from onefold.plan.account import Candidate
 from onefold.plan.hardware import Gpu, Host, Machine, builtin
 from onefold.plan.job import Job
 from onefold.plan.search import recommend
-from onefold.plan.subject import subject_of
+from onefold.plan.subject import question_of
 
 PAGE, MEASURED = ROOT / "docs" / "reach.md", ROOT / "benchmarks" / "results" / "offload.json"
 SEQ = 2048
@@ -82,9 +82,7 @@ def answered(model: str, place: Place) -> Candidate | None:
     precision = "bf16" if "bf16" in builtin().gpu(place.gpu).rates else "fp16"
     for options in ({}, {"offload_activations": "cpu"}):
         job = Job.of({"seq": SEQ, "precision": precision, **options}, "the table")
-        machine = place.machine()
-        subject = subject_of(model, job, None, None, machine)
-        found = recommend(Question(subject.shape, subject.activities, machine, job))
+        found = recommend(question_of(model, place.machine(), job))
         if found is not None:
             return replace(found, notes=tuple(options))
     return None

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import onefold.plan
 from onefold.cli.app import app
 from onefold.plan import hardware
-from onefold.plan.account import FRAGMENTED, Candidate, Question, bubble
+from onefold.plan.account import FRAGMENTED, Candidate, bubble
 from onefold.plan.activity import divided, of_dims
 from onefold.plan.api import Plan
 from onefold.plan.api import planned as plan
@@ -29,7 +29,7 @@ from onefold.plan.rank import stages_of, units_of
 from onefold.plan.schema import SECONDS
 from onefold.plan.search import AUTO, least, meshes
 from onefold.plan.states import papers_bytes
-from onefold.plan.subject import subject_of
+from onefold.plan.subject import question_of
 from onefold.recipe import Recipe
 
 GB, GIB = 1e9, 2**30
@@ -49,8 +49,7 @@ def account(
     **degrees: Any,
 ) -> Candidate:
     machine = hardware.machine(gpus, 8, gpu)
-    subject = subject_of(name, job, None, None, machine)
-    question = Question(subject.shape, subject.activities, machine, job)
+    question = question_of(name, machine, job)
     mesh = Degrees.on(gpus, **degrees)
     return question.answer(Scheme(zero, checkpointing, "none", job.micro_batch, degrees=mesh))
 
@@ -134,8 +133,7 @@ def test_deepseek_v3_on_ep_64_and_pp_16_holds_the_closed_form() -> None:
 
 def test_a_mesh_of_data_ranks_alone_has_the_account_of_the_plan() -> None:
     job, there = Job(seq=2048, micro_batch=1, global_batch=16), hardware.machine(8, 8, "h100-80")
-    subject = subject_of("llama-3-8b", job, None, None, there)
-    question = Question(subject.shape, subject.activities, there, subject.job)
+    question = question_of("llama-3-8b", there, job)
     for stage, checkpointing in itertools.product((0, 1, 2, 3), ("none", "full")):
         plain = question.answer(Scheme(stage, checkpointing))
         mesh = question.answer(Scheme(stage, checkpointing, degrees=Degrees.on(8)))
@@ -285,8 +283,7 @@ def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
     machine, job = hardware.machine(8, 4, "a100-40"), Job(seq=4096, micro_batch=1, global_batch=32)
     asked = {"tp": AUTO, "pp": AUTO, "cp": 1, "ep": AUTO}
     found = plan(_tiny(), machine, job, axes=asked)
-    subject = subject_of(_tiny(), job, None, None, machine)
-    question = Question(subject.shape, subject.activities, machine, subject.job)
+    question = question_of(_tiny(), machine, job)
     every = meshes(question, asked, {})
     assert found.searched == len(every) > 10
     fastest: dict[Degrees, float] = {}

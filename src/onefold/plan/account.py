@@ -162,12 +162,17 @@ class Question:
     """Everything that a choice needs: the model, its activities, the machine and the job.
 
     Attributes:
+        activities: the activity of a micro-batch, by its size and checkpointing. source: where they
+            come from.
+        notes: what had to be assumed.
     """
 
     model: ModelShape
     activities: Activities
     machine: Machine
     job: Job
+    source: str = ""
+    notes: tuple[str, ...] = ()
     _told: dict[Scheme, Candidate] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

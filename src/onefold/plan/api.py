@@ -29,12 +29,12 @@ from onefold.device import default_device, device_count, free_memory, with_index
 from onefold.machine.calibration import Calibration
 from onefold.memory import free_host_memory
 from onefold.plan import hardware, search
-from onefold.plan.account import Candidate, Question
+from onefold.plan.account import Candidate
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import SOMEWHERE, Job
 from onefold.plan.notes import assumptions_of, in_a_line, notes_of
 from onefold.plan.shapes import ModelShape
-from onefold.plan.subject import subject_of
+from onefold.plan.subject import question_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
 
@@ -201,9 +201,7 @@ def planned(
     """
     if axes is not None:
         _refuse(job or Job(), machine)
-    subject = subject_of(model, job or Job(), batch, loss, machine)
-    job, shape = subject.job, subject.shape
-    question = Question(shape, subject.activities, machine, job)
+    question = question_of(model, machine, job or Job(), batch, loss)
     more: dict[str, Any] = {}
     why = tuple[str, ...]()
     if axes is not None:
@@ -221,13 +219,13 @@ def planned(
         for c in rows if largest else ():
             fitting = search.largest_micro_batch(question, c.scheme)
             sizes[c.scheme.stage] = fitting.scheme.micro_batch if fitting else 0
-    shown, said = best or _last_asked(rows, stages), list(subject.notes)
+    shown, said = best or _last_asked(rows, stages), list(question.notes)
     if shown is not None:
         said = [*assumptions_of(question, shown), *shown.notes, *said]
         more["notes"] = (*why, *notes_of(question, shown)) if axes is None else ()
     return Plan(
-        shape, machine, job, tuple(rows), best,
-        activations=subject.source, why_not=why_not, assumptions=tuple(said), asked=stages, **more,
+        question.model, machine, question.job, tuple(rows), best,
+        activations=question.source, why_not=why_not, assumptions=tuple(said), asked=stages, **more,
     )  # fmt: skip
 
 

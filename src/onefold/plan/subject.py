@@ -15,7 +15,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from onefold.plan.account import Activities
+from onefold.plan.account import Activities, Question
 from onefold.plan.activity import assumed_dims, of_dims
 from onefold.plan.architectures import known
 from onefold.plan.hardware import Machine
@@ -54,35 +54,21 @@ MOST_PARAMETERS = 1e15
 _HEAVY_BUFFERS = 1 << 20
 
 
-@dataclass(frozen=True)
-class Subject:
-    """A model as a plan sees it.
-
-    Attributes:
-        job: as it was asked; with the model's own dtype if `precision` is None, and its length, and nothing
-            to recompute if it has no blocks.
-        activities: the activity of a micro-batch, by its size and checkpointing.
-        source: where the activities come from.
-        notes: what had to be assumed.
-    """
-
-    job: Job
-    shape: ModelShape
-    activities: Activities
-    source: str
-    notes: tuple[str, ...] = ()
-
-
-def subject_of(
-    model: Any, job: Job, batch: Callable[[int], Any] | None, loss: Any, machine: Machine
-) -> Subject:
-    """Read a model in any of the forms above. Raises ValueError: `model` is none of these forms, or
-    cannot be traced.
+def question_of(
+    model: Any,
+    machine: Machine,
+    job: Job,
+    batch: Callable[[int], Any] | None = None,
+    loss: Any = None,
+) -> Question:
+    """Read a model in any of the forms above. The question's job is as it was asked; with the model's
+    own dtype if `precision` is None, its length, and nothing to recompute if it has no blocks. Raises
+    ValueError: `model` is none of these forms, or cannot be traced.
     """
     if isinstance(model, (bool, int, float)):
         model = _of_size(model)
     if isinstance(model, ModelShape):
-        return _of_shape(model, replace(job, seq=job.seq or LONGEST))
+        return _of_shape(model, machine, replace(job, seq=job.seq or LONGEST))
     row, as_it_is = known(model) if isinstance(model, (str, Path)) else None, job.precision is None
     if row is not None:
         module = _by_name(row.name)
@@ -105,16 +91,11 @@ def subject_of(
     module, shape, activities = (_read_once if row is not None else _read)(module, *given)
     notes = [_AS_FP32] if as_it_is and row is not None else []
     notes += _of_buffers(module, job.recipe(3), machine)
-    return Subject(
-        replace(job, model_dtype=dtype_of(module)) if as_it_is else job,
-        shape,
-        activities,
-        "traced from the module",
-        tuple(notes),
-    )
+    job = replace(job, model_dtype=dtype_of(module)) if as_it_is else job
+    return Question(shape, activities, machine, job, "traced from the module", tuple(notes))
 
 
-def _of_shape(shape: ModelShape, job: Job) -> Subject:
+def _of_shape(shape: ModelShape, machine: Machine, job: Job) -> Question:
     if job.units is not None or job.lora_rank:
         asked = f"units={list(job.units)!r}" if job.units is not None else "LoRA"
         raise ValueError(
@@ -130,7 +111,7 @@ def _of_shape(shape: ModelShape, job: Job) -> Subject:
         return of_dims(shape, dims, micro_batch, job.seq, element, checkpointing)
 
     notes = (_IDEAL, _AS_FP32) if job.precision is None else (_IDEAL,)
-    return Subject(job, shape, activities, "from dimensions", notes)
+    return Question(shape, activities, machine, job, "from dimensions", notes)
 
 
 def _of_size(numel: float) -> ModelShape:
