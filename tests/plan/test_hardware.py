@@ -58,8 +58,9 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("[gpu.mine]\ncapacty = 1", "gpu.mine.capacty is 1: Extra inputs"),
+        ("[gpu.mine]\ncapacty = 1", "'capacty': 1}: Field required"),
         ("[gpu.mine]\ncapacity = 1e9", "gpu.mine.memory_bandwidth is"),
+        ("[gpu.h100-80]\ncapacty = 1", "gpu.h100-80.capacty is 1: Extra inputs"),
         ("[gpu.mine]\ncapacity = 1e9\nmemory_bandwidth = 1e9", "a matrix rate"),
         (
             "[gpu.h100-80]\ncapacity = -1",

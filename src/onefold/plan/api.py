@@ -141,7 +141,7 @@ class Plan:
             "machine": {
                 "gpu": machine.gpu.name,
                 "ranks": machine.ranks,
-                "per_node": machine.per_node,
+                "per_node": machine.local,
                 "bytes": machine.capacity,
             },
             "job": {**vars(self.job), "options": _plain(dict(self.job.options))},

@@ -229,9 +229,10 @@ class Catalogue(dict[str, dict[str, Any]]):
         for kind, rows in formed(_File, tables):
             for name, entry in rows.items() if kind in _KINDS else ():
                 plain = name.lower()
-                known = out[kind].get(plain) or out[kind].get("default") or ()
+                known = out[kind].get(plain) or out[kind].get("default")
+                given = known.model_dump(exclude_unset=True) if known else {}
                 try:
-                    row = formed(_KINDS[kind], {**dict(known), "name": plain, **entry})
+                    row = formed(_KINDS[kind], {**given, "name": plain, **entry})
                 except ValueError as error:
                     raise ValueError(f"{kind}.{name}.{error}") from None
                 out[kind][plain] = row
