@@ -28,9 +28,9 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
     """Return {operation with matrix products: function of its FLOPs}, as torch counts FLOPs: a
     multiplication and an addition are two.
     """
-    from torch.utils.flop_counter import FlopCounterMode
+    from torch.utils.flop_counter import flop_registry
 
-    table = dict(FlopCounterMode(display=False).flop_registry)
+    table = dict(flop_registry)
     flash = "_scaled_dot_product_flash_attention"
     for backward in ("", "_backward"):  # the CPU's kernels, which torch's table leaves out
         table[getattr(_aten, f"{flash}_for_cpu{backward}")] = table[

@@ -14,7 +14,7 @@ import inspect
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,8 +31,7 @@ from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
 from onefold.plan.modules import adapted, model_shape, module_of, positions_of
 from onefold.plan.shapes import ModelShape
-from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.runtime.buffers import buffers_in, sent_before_passes
+from onefold.recipe import COMPUTE_DTYPES
 from onefold.tracing.blocks import repeated_blocks
 from onefold.tracing.trace import Activity, between, trace
 
@@ -50,8 +49,6 @@ _AS_FP32 = (
 LONGEST = 2048
 #: The largest model that a plan accepts, in parameters: ten times the largest in the papers.
 MOST_PARAMETERS = 1e15
-#: Bytes of buffers from which on a note says that they are sent.
-_HEAVY_BUFFERS = 1 << 20
 
 
 def question_of(
@@ -90,7 +87,6 @@ def question_of(
     given = name, job.seq, job.lora_rank, job.units, job.precision, device, batch, loss
     module, shape, activities = (_read_once if row is not None else _read)(module, *given)
     notes = [_AS_FP32] if as_it_is and row is not None else []
-    notes += _of_buffers(module, job.recipe(3), machine)
     job = replace(job, model_dtype=dtype_of(module)) if as_it_is else job
     return Question(shape, activities, machine, job, "traced from the module", tuple(notes))
 
@@ -193,17 +189,6 @@ def _read(
 
 #: Of a public architecture: the next plan of it finds the traces.
 _read_once = lru_cache(maxsize=16)(_read)
-
-
-def _of_buffers(module: nn.Module, recipe: Recipe, machine: Machine) -> Iterator[str]:
-    """Yield a note about large buffers, which every stage sends in full."""
-    nbytes = sum(b.nbytes for b in buffers_in(sent_before_passes(module, recipe)))
-    if machine.ranks > 1 and nbytes >= _HEAVY_BUFFERS:
-        yield (
-            f"buffers: rank 0 sends {nbytes / 2**20:,.1f} MiB of them to each other rank"
-            " before the forward pass behind a synchronized one, as DDP does, beside the wire's"
-            " figures; sync_buffers='norms' or False sends fewer"
-        )
 
 
 def with_lora(module: nn.Module, rank: int) -> nn.Module:
