@@ -21,6 +21,7 @@ from typing import Any
 from onefold.layout.holders import Holders, Mesh
 from onefold.plan.hardware import Machine
 from onefold.plan.shapes import ModelShape, Transformer
+from onefold.wording import few
 
 #: The axes of the mesh of one stage. Along those of `DATA` ranks compute with different tokens.
 AXES, DATA = ("dp", "ep", "cp", "tp"), ("dp", "ep", "cp")
@@ -63,7 +64,7 @@ class Degrees:
         if self.dp % self.ep:
             raise ValueError(
                 f"--ep {self.ep} does not divide the {self.dp} data-parallel ranks: choose"
-                f" {one_of(divisors(self.dp))}."
+                f" {few(map(str, divisors(self.dp)), 8)}."
             )
         if self.chunks > 1 and self.pp == 1:
             raise ValueError(
@@ -149,14 +150,6 @@ def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def one_of(choices: object) -> str:
-    """Return choices in words: "1, 2, 4 or 8"."""
-    said = [str(c) for c in choices]  # type: ignore[attr-defined]
-    if len(said) > 9:
-        said = [*said[:8], "...", said[-1]]
-    return f"{', '.join(said[:-1])} or {said[-1]}" if len(said) > 1 else said[0]
-
-
 def dims_of(model: ModelShape) -> Transformer:
     """Return the dimensions that a plan of a mesh needs. Raises ValueError: they are not known."""
     if model.transformer is None:
@@ -183,7 +176,7 @@ def check(degrees: Degrees, model: ModelShape, machine: Machine, seq: int) -> No
         raise ValueError(
             f"--tp {tp} has to divide the {machine.local} GPUs of a node, {dims.heads} heads,"
             f" {dims.kv_heads or dims.heads} heads of keys and values, and {dims.ffn:,} columns of the"
-            f" feed-forward: choose {one_of(possible)}."
+            f" feed-forward: choose {few(map(str, possible), 8)}."
         )
     if pp * degrees.chunks > dims.layers:
         parts = f"--pp {pp}" + (f" × --chunks {degrees.chunks}" if degrees.chunks > 1 else "")
@@ -196,7 +189,7 @@ def check(degrees: Degrees, model: ModelShape, machine: Machine, seq: int) -> No
     if dims.experts % ep:
         raise ValueError(
             f"--ep {ep} does not divide {dims.experts} experts: choose"
-            f" {one_of(divisors(dims.experts))}."
+            f" {few(map(str, divisors(dims.experts)), 8)}."
         )
     cp = degrees.cp
     # Causal attention is balanced by two pieces a rank (Llama team 2024, section 3.3.2)
