@@ -20,7 +20,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from onefold.machine.calibration import Calibration
 from onefold.reading import formed
@@ -34,8 +34,10 @@ _RATE = re.compile(r"(?:(\d+)x)?(\d+(?:\.\d+)?)(?:(GB/s)|(?i:g|gbps|gbit/s|gb/s)
 Figure = Annotated[float, Field(gt=0, lt=1e30)]
 
 
-class Row(BaseModel, frozen=True, extra="forbid"):
+class Row(BaseModel):
     """A row of a table. Figures that are 0 are not known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     title: str = ""
