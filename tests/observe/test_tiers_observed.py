@@ -65,9 +65,11 @@ def test_rows_recordings_and_accounts_say_what_lies_where_and_what_moved(
     else:
         assert row["nvme"] == row["io_ms"] == 0 and not {"read", "written"} & set(moved)
 
-    levels = {c: values[-1] for c, values in seen.levels(tier)[1].items() if values[-1]}
+    *_, (_, last) = seen.tiers[tier].levels()
+    levels = {category: n for category, n in last.items() if n}
     assert levels == (host | {MOMENTS: own} if tier == "host" else disk)
-    assert MOMENTS not in seen.levels()[1], "states off the device are not on it"
+    on_device = [level for _, level in seen.tiers["device"].levels()]
+    assert not any(level.get(MOMENTS) for level in on_device), "states off the device are not on it"
     account = measured(model, optimizer, seen)
     assert account.offloaded[tier] == seen.peak(tier=tier)
     assert account.offloaded[tier][MASTERS] > 0 and not {MASTERS, MOMENTS} & set(account.rest)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from onefold.comm import STEP_MOVES
+from onefold.observe.memory import ordered
 from onefold.observe.runfile import (
     METRICS,
     RUN_FILE,
@@ -175,12 +176,11 @@ def _traffic(step: Recording) -> dict[str, dict[str, float]]:
 def _memory(step: Recording, tier: str, plan: Account | None) -> Any:
     """Draw what a tier held by category, and a line of what the plan says."""
     figure = _figure(xaxis_title="ms", yaxis_title="MiB", hovermode="x unified")
-    times, levels = step.levels(tier)
-    for category, held in levels.items():
-        figure.add_scatter(
-            x=[1000 * (at - step.start) for at in times], y=[n / MIB for n in held],
-            name=category, stackgroup="held", line_shape="hv",
-        )  # fmt: skip
+    levels = [*step.tiers[tier].levels(step.start)]
+    times = [1000 * (at - step.start) for at, _ in (*levels, (step.end, None))]
+    for category in ordered({name: n for _, level in levels for name, n in level.items() if n}):
+        held = [level.get(category, 0) / MIB for _, level in (*levels, levels[-1])]
+        figure.add_scatter(x=times, y=held, name=category, stackgroup="held", line_shape="hv")
     planned = 0
     if plan is not None and tier != "device":
         planned = sum(plan.offloaded.get(tier, {}).values())
@@ -188,7 +188,7 @@ def _memory(step: Recording, tier: str, plan: Account | None) -> Any:
         planned = plan.peak_bytes
     if planned:
         figure.add_hline(planned / MIB, line_dash="dash", annotation_text="plan")
-    return figure if levels else None
+    return figure if figure.data else None
 
 
 def _timeline(step: Recording) -> Any:

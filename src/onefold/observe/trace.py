@@ -102,16 +102,6 @@ class Recording:
             sent[m.move] += m.nbytes
         return {move: sent[move] for move in moves if sent[move]}
 
-    def levels(self, tier: str = DEVICE) -> tuple[list[float], dict[str, list[int]]]:
-        """Return the memory of a tier over the window: (times, {category: bytes from each time
-        on}).
-        """
-        found = [*self.tiers.get(tier, Held()).levels(self.start)]
-        found.append((max(self.end, found[-1][0]), found[-1][1]))
-        any_held = ordered({name: n for _, level in found for name, n in level.items() if n})
-        levels = {name: [level.get(name, 0) for _, level in found] for name in any_held}
-        return [at for at, _ in found], levels
-
     def peak(self, only: Container[str] | None = None, tier: str = DEVICE) -> dict[str, int]:
         """Return the bytes of a tier by category at the moment when their sum was largest.
         `only`: consider these categories alone.

@@ -47,6 +47,7 @@ def local_ranks(
 
     store = local_store()
     shared = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",  # as torchrun sets it
         **environment,
         PARENT: str(os.getpid()),
         "WORLD_SIZE": str(count),
