@@ -158,6 +158,7 @@ OF_ANOTHER_RUN: dict[str, tuple[Hurt, str]] = {
     "a method of the schedule": (scheduler(get_lr=[0.1]), "as 'get_lr', where the given OneCycleLR"),
     "a loss scale of text": (state(lambda s: s["scaler"].update(scale="big")), "as 'scale'"),
     "a rate of text": (group(lr="1e-3"), "group 1 of its optimizer 0 has lr='1e-3', where .* 0"),
+    "a rate that is no number": (group(lr={"$float": "nan"}), "has lr=nan"),
     "steps of text": (step("2"), "has no step for parameter"),
     "no steps": (state(lambda s: s["scalars"]["tokens.weight"].clear()), "has no step for parameter"),
     "no second moment": (

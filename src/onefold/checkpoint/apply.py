@@ -11,6 +11,7 @@ ranks raise at the end.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -320,7 +321,8 @@ def _refuse_options(where: str, group: dict[str, Any], saved: dict[str, Any]) ->
     """Raise CheckpointError if a saved option is of another kind than the group's own."""
     for key, value in saved.items():
         ours = group.get(key)  # what schedulers keep in a group may not be there yet
-        if key not in ("params", *LOCAL_OPTIONS) and not fits(ours, value):
+        right = fits(ours, value) and not (isinstance(value, float) and math.isnan(value))
+        if key not in ("params", *LOCAL_OPTIONS) and not right:
             raise CheckpointError(
                 f"{where} has {key}={short(value)}, where the given optimizer has {short(ours)}: the"
                 " optimizer is of another kind."
