@@ -12,7 +12,7 @@ from typing import Any
 from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.source import KINDS, Source
 from onefold.checkpoint.tensorfile import numel_of
-from onefold.checkpoint.values import short
+from onefold.reading import short
 
 Row = dict[str, Any]
 #: What resumes besides the model and the optimizer.
