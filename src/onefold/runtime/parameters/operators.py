@@ -6,8 +6,10 @@ gradients.
 | shape, numel, dtype and the like                     | the whole's                                                       | none          |
 | element-wise, in place or not: add_, clamp, copy_    | on this rank's elements; other tensors are sliced to match        | none          |
 | the same on lists: _foreach_lerp_                    | the same                                                          | none          |
-| zeros_like; randn_like, normal_, nn.init             | this rank's slice of a whole tensor made or drawn locally         | none          |
+| zeros_like; normal_, nn.init                         | this rank's slice of a whole tensor made or drawn locally         | none          |
+| randn_like                                           | a whole tensor, drawn locally                                     | none          |
 | view(-1), flatten, [i], [a:b] on the first dimension | an interval: the elements keep their order                        | none          |
+| w[i] = 0, of such a view and a number                | on this rank's elements                                           | none          |
 | norm, sum, mean, max, any without a dimension        | the whole's, from one number of every rank                        | 8 bytes       |
 | other reads: matmul, sum(dim), [mask], tolist        | on the gathered whole; the result is an ordinary tensor           | the parameter |
 | other writes in place: w[:, 3] = 0, tril_            | on the gathered whole, of which this rank keeps its slice         | the parameter |
@@ -135,21 +137,6 @@ def convert(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("requires_grad"):
         raise refusal(op, args)  # gradients of a part would be lost
     return dressed(func(*args, **_without_format(kwargs)), spec_of(args[0]))
-
-
-def draw(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    """Fill, or make, a whole tensor with random numbers, of which this rank keeps its slice. The
-    slices are of one draw where ranks have equal seeds.
-    """
-    first, spec = args[0], spec_of(args[0])
-    if spec is None:
-        return on_whole(op, func, args, kwargs)
-    whole = torch.empty(spec.shape, dtype=first.dtype, device=first.device)
-    out = func(whole, *args[1:], **kwargs)
-    with torch.no_grad():
-        if op.writes:
-            return first.copy_(spec.piece(whole))
-        return dress(spec.piece(out).clone(), spec)
 
 
 def _without_format(kwargs: Any) -> Any:
@@ -301,21 +288,18 @@ def _cut(op: Operator, seen: torch.Tensor, source: torch.Tensor) -> Any:
 
 
 def set_item(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Fill a view whose elements keep their order, such as rows of a gradient, with a number."""
     target, index, value = args
     seen = _seen(_T.__getitem__, (target, index), {})
-    if not isinstance(value, torch.Tensor):
-        value = torch.as_tensor(value, dtype=target.dtype, device=target.device)
-    if seen is None or not seen.is_contiguous() or len(shape_of(value)) > seen.dim():
+    if seen is None or not seen.is_contiguous() or isinstance(value, torch.Tensor):
         return on_whole(op, func, args, kwargs)
-    into = _cut(op, seen, target)  # a view: torch refuses to write to that of a leaf with gradients
-    into.copy_(part_of(value, into.__dict__["_onefold_spec"]).detach())
+    _cut(op, seen, target).fill_(value)  # torch refuses a view of a leaf with gradients
 
 
 def set_data(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Run `interval.data = value`: copy the values; the interval keeps its memory."""
     target, value = args
-    if (spec := spec_of(target)) is None:
-        return on_whole(op, func, args, kwargs)
+    spec: Any = spec_of(target)
     if value.dtype != target.dtype or shape_of(value) != spec.shape:
         raise spec.mismatch(value)
     target.copy_(part_of(value, spec).detach())
@@ -338,9 +322,16 @@ def whole_of(value: Any, what: str) -> Any:
     return mapped(value, gathered)
 
 
-def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+def draw(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
+    """Draw random numbers for the whole on every rank: one draw, where ranks have equal seeds."""
+    with torch.no_grad():  # as torch.nn.init
+        return on_whole(op, func, args, kwargs, draws=True)
+
+
+def on_whole(op: Operator, func: Any, args: Any, kwargs: Any, draws: bool = False) -> Any:
     """Return a view as an interval, if its elements keep their order. Run any other function on
-    gathered copies, and keep this rank's slice of the one that it writes to.
+    gathered copies, and keep this rank's slice of the one that it writes to. `draws`: it reads no
+    elements, so nothing is gathered.
 
     Raises:
         ShardedParameterError: it wrote to another copy, or returns a view of one in another order.
@@ -348,7 +339,7 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     target: Any = None
     if op.writes_with(kwargs):
         target = args[0] if kwargs.get("out") is None else kwargs["out"]
-    elif (seen := _seen(func, args, kwargs)) is not None:
+    elif not draws and (seen := _seen(func, args, kwargs)) is not None:
         return mapped(seen, lambda t: _cut(op, t, args[0]))
     spec = spec_of(target)
     copies: dict[int, tuple[torch.Tensor, torch.Tensor, int]] = {}
@@ -357,7 +348,11 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
         if (found := spec_of(t)) is None:
             return t
         if id(t) not in copies:
-            copy = found.gather(t, op.name) if t is target else whole_of(t, op.name)
+            copy = (
+                torch.empty(found.shape, dtype=t.dtype, device=t.device)
+                if draws
+                else found.gather(t, op.name) if t is target else whole_of(t, op.name)
+            )
             copies[id(t)] = t, copy, _version(copy)
         return copies[id(t)][1]
 
@@ -401,22 +396,21 @@ _NUMBERS: dict[str, tuple[Any, float]] = {
 
 def reduce(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Reduce the whole to one number, by one exchange of a number of every rank; on the whole where
-    that is not enough (a dimension, an integer's extremes).
+    that is not enough (a dimension, integers).
     """
     x, spec = args[0], spec_of(args[0])
     here, of_none = _NUMBERS[op.name]
     every = _T.sum if here is _T.count_nonzero else here
-    exact = x.is_floating_point() or not (math.isinf(of_none) or x.is_complex())
-    if spec is None or not spec.numel or not exact or _given(args, kwargs):
+    known = x.is_floating_point() or x.dtype == torch.bool
+    if spec is None or not spec.numel or not known or _given(args, kwargs):
         return on_whole(op, func, args, kwargs)
     kind = func(spec.stand_in(x.dtype)).dtype  # raises where torch does
-    wide = torch.float64 if x.is_floating_point() else torch.int64
     mine = (
         here(x.float() if x.dtype in _NARROW else x)
         if x.numel()
         else torch.tensor(of_none, device=x.device)
     )
-    total = every(spec.exchange(mine.to(wide).reshape(1), op.name))
+    total = every(spec.exchange(mine.double().reshape(1), op.name))
     return (total / spec.numel if op.name == "mean" else total).to(x.device, kind)
 
 
