@@ -283,13 +283,12 @@ class _Met:
     """An optimizer at the last look.
 
     Attributes:
-        looked_at: what the rest depends on.
-        sharded: whether it has sharded parameters. divided: whether any is divided.
+        looked_at: what changes when parameters come, or come to be sharded.
+        divided: whether any parameter is divided among ranks.
         hook: the number of its hook before a load, once it has one.
     """
 
     looked_at: Any = None
-    sharded: bool = False
     divided: bool = False
     hook: int | None = None
 
@@ -298,56 +297,36 @@ class _Met:
 met: weakref.WeakKeyDictionary[Optimizer, _Met] = weakref.WeakKeyDictionary()
 
 
-def _look_at(optimizer: Optimizer) -> _Met:
-    known = met.setdefault(optimizer, _Met())
-    now = epoch[0], len(optimizer.param_groups)
-    if known.looked_at != now:
-        outline = Outline(optimizer)
-        known.looked_at, known.sharded = now, bool(outline.engines)
-        known.divided = outline.divided
-    return known
-
-
 def meet(optimizer: Optimizer) -> None:
     """Hook the state dict of an optimizer, and make its states this rank's parts, if it has sharded
-    parameters and was not met before. See [Note: how an optimizer is met].
+    parameters that it did not have at the last look. See [Note: how an optimizer is met]. Collective,
+    if its constructor has made states from sharded parameters that owners step.
     """
     hooks = optimizer.__dict__.get("_optimizer_load_state_dict_pre_hooks")
     if hooks is None:  # it wraps an optimizer, which is met by itself
         return
+    known = met.setdefault(optimizer, _Met())
+    if known.hook in hooks:  # ours is last: the user's see the dict as it was given
+        hooks.move_to_end(known.hook)
+    now = epoch[0], len(optimizer.param_groups)
+    if known.looked_at == now:
+        return
     with disable_torch_function():
-        known = _look_at(optimizer)
-        if known.hook is not None:
-            if known.hook in hooks:  # ours is last: the user's see the dict as it was given
-                hooks.move_to_end(known.hook)
-        elif known.sharded:
+        outline = Outline(optimizer)
+        known.looked_at, known.divided = now, outline.divided
+        if not outline.engines:
+            return
+        if known.hook is None:
             known.hook = optimizer.register_load_state_dict_pre_hook(_before_load).id
             optimizer.register_state_dict_post_hook(_after_state_dict, prepend=True)
             optimizer.register_load_state_dict_post_hook(_after_load, prepend=True)
-            _take_over(optimizer)
-
-
-def follow(engine: Engine) -> None:
-    """Make the states this rank's parts of optimizers that were met before, and step parameters of a
-    model that is sharded now (after onefold.unshard).
-    """
-    own = {id(entry.param) for entry in engine.entries}
-    for optimizer, known in list(met.items()):
-        stepped = (p for group in optimizer.param_groups for p in group["params"])
-        if known.hook is not None and any(id(p) in own for p in stepped):
-            with disable_torch_function():
-                _take_over(optimizer)
-
-
-def _take_over(optimizer: Optimizer) -> None:
-    """Collective, if the constructor has made states from sharded parameters that owners step."""
-    faced_states.make_plain(optimizer)
-    show_states(optimizer)
+        faced_states.make_plain(optimizer)
+        show_states(optimizer)
 
 
 def show_states(optimizer: Optimizer) -> None:
     """After a step or a load: show states of divided parameters in the whole parameter's shape."""
-    if optimizer in met and _look_at(optimizer).divided:
+    if optimizer in met and met[optimizer].divided:
         put_elsewhere(optimizer)
         faced_states.show(optimizer)
 

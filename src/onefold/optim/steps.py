@@ -81,7 +81,6 @@ def install_step_hooks(engine: Engine) -> None:
         epoch[0] += 1
         _put_around_torchs()
         _active[:] = [True]
-        states.follow(engine)
 
 
 def remove_step_hooks(engine: Engine) -> None:
