@@ -5,7 +5,6 @@ once a step, and trains as the whole model does in one process.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -41,7 +40,6 @@ from on_ranks import on_ranks, slow
 from onefold.parallel import register_actions, unshard
 from promises.jobs import differing
 from reference import differences
-from zoo import TinyMLP, features_of
 
 ABOVE = (1, 2, 3)
 LOOPED: dict[str, Any] = {"places": 2}
@@ -290,16 +288,3 @@ def test_what_a_stage_cannot_do_is_refused_in_a_sentence() -> None:
     for call, words in REFUSED:
         with pytest.raises((ValueError, RuntimeError), match=words):
             call()
-
-
-@on_ranks(2)
-def test_a_norm_over_stages_is_over_the_group_that_each_call_names() -> None:
-    mine = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    module = onefold.shard(TinyMLP(), onefold.Recipe.zero(3), group=mine)
-    (module(features_of(0, 4, 7)).square().mean() * (1 + dist.get_rank())).backward()
-    norms = [
-        float(onefold.clip_grad_norm_([module], math.inf, group=g)) for g in (None, mine, None)
-    ]
-    own = [torch.zeros(()) for _ in range(2)]
-    dist.all_gather(own, torch.tensor(norms[1]))
-    assert norms[0] == norms[2] == pytest.approx(math.hypot(*map(float, own)))

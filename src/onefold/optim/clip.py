@@ -42,8 +42,6 @@ def clip_grad_norm_(
     module: nn.Module | Sequence[nn.Module],
     max_norm: float,
     norm_type: float = 2.0,
-    *,
-    group: Any = None,
 ) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`. Collective. Returns the
     norm before scaling, on every rank. Each element counts once, whatever axes of a mesh it is
@@ -52,12 +50,11 @@ def clip_grad_norm_(
     Args:
         module: the model; or a list of the stages of a pipeline that this rank has, each sharded by
             itself. Then the norm is over all stages of all ranks, and every rank must call it.
-        group: with a list, the process group of the ranks of all stages; None for all ranks.
 
     Raises:
         ValueError: `max_norm` is not a number from 0 up (infinity only measures), `norm_type` is
-            not a number above 0, `group` was given with one model, or the recipe steps in the
-            backward pass. Raised on every rank, before gradients change.
+            not a number above 0, or the recipe steps in the backward pass. Raised on every rank,
+            before gradients change.
     """
     for name, given, expected in (
         ("max_norm", max_norm, "0 or more; float('inf') measures without clipping"),
@@ -67,7 +64,7 @@ def clip_grad_norm_(
         if not number or not float(given) >= 0 or (name == "norm_type" and given == 0):
             raise ValueError(f"{name}={given!r}: expected a number, {expected}.")
     limit, p = float(max_norm), float(norm_type)
-    engines, across = _measured(module, group)
+    engines, across = _measured(module)
     if any(engine.recipe.step_in_backward for engine in engines):
         raise ValueError(
             "the recipe says step_in_backward=True, so that offloaded units are stepped before the"
@@ -161,39 +158,27 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
     return values.max() if math.isinf(p) else values.sum().pow(1.0 / p)
 
 
-def _measured(
-    module: nn.Module | Sequence[nn.Module], group: Any = None
-) -> tuple[list[Engine], Group]:
+def _measured(module: nn.Module | Sequence[nn.Module]) -> tuple[list[Engine], Group]:
     """Return the engine of a model, or those of this rank's stages of a pipeline; and all ranks of the
     model, or of all stages.
     """
     if isinstance(module, nn.Module):
-        if group is not None:
-            raise ValueError(
-                "clip_grad_norm_(model, ..., group=...): a model's norm is over its own ranks. Leave"
-                " group out, or give a list of a pipeline's stages."
-            )
         engine = engine_of(module)
         return [engine], engine.group
     engines = [engine_of(stage) for stage in module]
     if not engines:
         raise ValueError("no stage was given: give the list of those on this rank.")
-    return engines, across_stages(engines, group)
+    return engines, across_stages(engines)
 
 
-def across_stages(engines: Sequence[Engine], process_group: Any = None) -> Group:
-    """Return a group over the ranks of all stages of a pipeline. Collective over them, the first
-    time for each process group. See [Note: stages of a pipeline].
-
-    Args:
-        process_group: of these ranks; None for all ranks.
+def across_stages(engines: Sequence[Engine]) -> Group:
+    """Return a group over all ranks, those of all stages of a pipeline. Collective the first time.
+    See [Note: stages of a pipeline].
     """
     first = engines[0]
-    if process_group not in first.across:
-        first.across[process_group] = Group.over(
-            process_group, first.device, first.recipe.stall_timeout, FLAT
-        )
-    return first.across[process_group]
+    if first.across is None:
+        first.across = Group.over(None, first.device, first.recipe.stall_timeout, FLAT)
+    return first.across
 
 
 # -- loss scaling ----------------------------------------------------------------------------------

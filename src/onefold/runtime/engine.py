@@ -167,8 +167,8 @@ class Engine:
     ) -> None:
         self.device, self.capabilities = device, capabilities
         self.group, self.mesh = group, group.shared.mesh
-        # The ranks of all stages of a pipeline of which this is one, by process group: see optim/clip.py
-        self.across: dict[Any, Group] = {}
+        # The ranks of all stages of a pipeline of which this is one: see optim/clip.py
+        self.across: Group | None = None
         self.rank, self.world_size = group.number, group.size
         if recipe.reduce == NATIVE and self.world_size > 1 and self.group.backend == "gloo":
             raise ValueError(
@@ -263,7 +263,7 @@ class Engine:
             self.settle()
         for stepper in self.stepper.apart:
             stepper.close()
-        for group in (*self.across.values(), self.group):
+        for group in filter(None, (self.across, self.group)):
             group.close()
         self.transfers.close()
         for flat in self.flats:
