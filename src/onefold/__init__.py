@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from onefold.deepspeed.setup import initialize
     from onefold.memory import TierError
     from onefold.optim.clip import GradScaler, clip_grad_norm_
-    from onefold.recipe import Placement, Recipe, Row, Tier
+    from onefold.recipe import Recipe, Row, Tier
     from onefold.runtime import Engine, ShardedParameter, ShardedParameterError
     from onefold.runtime.hooks import engine_of
     from onefold.runtime.state.dicts import full_state_dict, load_full_state_dict
@@ -32,7 +32,7 @@ _FROM = {
     "comm": ("StallError",),
     "memory": ("TierError",),
     "optim.clip": ("GradScaler", "clip_grad_norm_"),
-    "recipe": ("Placement", "Recipe", "Row", "Tier"),
+    "recipe": ("Recipe", "Row", "Tier"),
     "runtime": ("Engine", "ShardedParameter", "ShardedParameterError"),
     "runtime.uninitialized": ("UninitializedError",),
     "runtime.state.dicts": ("full_state_dict", "load_full_state_dict"),
@@ -73,7 +73,6 @@ __all__ = [
     "Checkpointer",
     "Engine",
     "GradScaler",
-    "Placement",
     "Recipe",
     "Row",
     "ShardedParameter",

@@ -13,10 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from onefold import Placement, Recipe, Row, Tier
+from onefold import Recipe, Row, Tier
 from onefold.recipe.options import UNLIMITED, bytes_of
 
-R, S = Placement.REPLICATED, Placement.SHARDED
 D, H, N = Tier.DEVICE, Tier.HOST, Tier.NVME
 ROWS = ("parameters", "gradients", "optimizer")
 NAME_OF = {H: "cpu", N: "nvme", D: None}
@@ -37,7 +36,7 @@ def tiers(recipe: Recipe) -> tuple[Tier, ...]:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_stage_says_what_is_divided_and_in_which_dtypes(stage: int) -> None:
     recipe = Recipe.zero(stage)
-    assert [row.placement for row in rows_of(recipe)] == [R] * (3 - stage) + [S] * stage
+    assert [row.sharded for row in rows_of(recipe)] == [False] * (3 - stage) + [True] * stage
     assert recipe.stage == stage and tiers(recipe) == (D, D, D) and recipe.notes == ()
     assert recipe == Recipe.zero(stage, precision=None) != Recipe.zero(stage, precision="fp32")
     assert (

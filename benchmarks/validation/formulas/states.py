@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from onefold.plan.job import Convention
-from onefold.recipe import PLACEMENTS_OF_STAGE, Placement
+from onefold.recipe import sharded_at
 
 #: The conventions in print for Adam, by their sum and by what they are.
 CONVENTIONS: Mapping[str, Convention] = {
@@ -40,11 +40,8 @@ def model_states(numel: float, convention: Convention, stage: int, ranks: int) -
     | 2     | 1          | 1/N       | 1/N       |
     | 3     | 1/N        | 1/N       | 1/N       |
     """
-    kinds = zip(vars(convention).values(), PLACEMENTS_OF_STAGE[stage], strict=True)
-    return sum(
-        numel * nbytes / (ranks if placement is Placement.SHARDED else 1)
-        for nbytes, placement in kinds
-    )
+    kinds = zip(vars(convention).values(), sharded_at(stage), strict=True)
+    return sum(numel * nbytes / (ranks if sharded else 1) for nbytes, sharded in kinds)
 
 
 def largest_model(

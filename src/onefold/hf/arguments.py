@@ -23,7 +23,7 @@ import transformers
 
 from onefold import hosts
 from onefold.reading import parse_json
-from onefold.recipe import COMPUTE_DTYPES, Placement, Recipe
+from onefold.recipe import COMPUTE_DTYPES, Recipe
 
 #: The name of the field of training arguments.
 FIELD = "onefold"
@@ -111,4 +111,4 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
 
 def divides_parameters(recipe: Recipe) -> bool:
     """Whether the recipe shards parameters."""
-    return recipe.parameters.placement is Placement.SHARDED
+    return recipe.parameters.sharded

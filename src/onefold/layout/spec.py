@@ -35,7 +35,7 @@ from typing import Literal, Protocol
 import torch
 
 from onefold.layout.flat import FlatLayout, Slot, Topology, overlap, round_up
-from onefold.recipe import Placement, Recipe, Tier
+from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, NATIVE
@@ -217,12 +217,12 @@ class ShardSpec:
         same, tiers = self.dtypes.compute == self.dtypes.master, self.tiers
         rests_whole = same if tiers is None else tiers.parameters is Tier.DEVICE
         alone = self.ranks == 1 and not self.stored and rests_whole
-        return self.recipe.parameters.placement is Placement.REPLICATED or alone
+        return alone or not self.recipe.parameters.sharded
 
     @cached_property
     def whole_master(self) -> bool:
         """Every rank steps the whole."""
-        return self.recipe.optimizer.placement is Placement.REPLICATED or self.ranks == 1
+        return self.ranks == 1 or not self.recipe.optimizer.sharded
 
     @cached_property
     def group_master(self) -> bool:

@@ -5,7 +5,7 @@ moments, and the table of known optimizers. Knows no modules and no processes.
 from typing import TYPE_CHECKING, Any
 
 from onefold.recipe.core import Recipe
-from onefold.recipe.rows import PLACEMENTS_OF_STAGE, Placement, Row, Tier
+from onefold.recipe.rows import Row, Tier, sharded_at
 
 if TYPE_CHECKING:
     from onefold.recipe.moments import COMPUTE_DTYPES

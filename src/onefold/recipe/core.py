@@ -10,8 +10,8 @@ training state is stored and how it is sent.
 (*) The one that the recipe names (`precision`). With None it is each parameter's own, and the model
 computes as it would without Onefold.
 
-A ZeRO stage is only a name for three placements (`PLACEMENTS_OF_STAGE`). The runtime reads the
-rows, not the stage.
+A ZeRO stage is only a name for three placements (`sharded_at`). The runtime reads the rows, not the
+stage.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from onefold.recipe.rows import (
     GROUP,
     NATIVE,
     NODE,
-    PLACEMENTS_OF_STAGE,
     TIER_OF,
     Row,
     Tier,
+    sharded_at,
 )
 
 if TYPE_CHECKING:
@@ -222,7 +222,7 @@ class Recipe:
         first, second, third = (
             Row(sharded, DTYPES.get(at_rest), DTYPES.get(wire), TIER_OF[tier], GROUP if inner else ALL, codec)
             for sharded, (at_rest, wire, tier, inner, codec) in zip(
-                PLACEMENTS_OF_STAGE[self.stage], of_options, strict=True
+                sharded_at(self.stage), of_options, strict=True
             )
         )  # fmt: skip
         return first, second, third
@@ -315,7 +315,7 @@ class Recipe:
         lines = [f"{'':12}{'placement':12}{'tier':8}{'at rest':10}{'wire':10}"]
         for name, row, sent in zip(ROWS, self.rows, (self.stage > 0, True, False), strict=True):
             wire = _short(row.wire or self.parameters.dtype) if sent else "-"
-            place, tier = row.placement.value, row.tier.value
+            place, tier = "sharded" if row.sharded else "replicated", row.tier.value
             lines.append(f"{name:12}{place:12}{tier:8}{_short(row.dtype):10}{wire:10}")
         given = "; ".join(f"{name}={_said(value)}" for name, value in self.given.items())
         return "\n".join([*lines, *([given] if given else []), *self.notes])

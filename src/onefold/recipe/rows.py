@@ -1,5 +1,5 @@
 """The rows of a recipe: what it comes to for parameters, gradients and optimizer states: the tier that
-each is stored on, its placement, and the ranks that it is divided among.
+each is stored on, whether it is sharded, and the ranks that it is divided among.
 
 | tier   | options say | stored as       | in sentences  |
 |--------|-------------|-----------------|---------------|
@@ -75,26 +75,11 @@ TIER_OF: Mapping[str | None, Tier] = {None: Tier.DEVICE, "cpu": Tier.HOST, "nvme
 OFF_DEVICE = (Tier.HOST, Tier.NVME)
 
 
-class Placement(enum.Enum):
-    """How one kind of state is placed on the data-parallel axis.
-
-    REPLICATED: every rank holds all of it. SHARDED: each rank holds one interval of each unit's
-    flat address space.
+def sharded_at(stage: int) -> tuple[bool, bool, bool]:
+    """Return whether a ZeRO stage shards parameters, gradients and optimizer states. Gradients that
+    are replicated stay whole until the boundary.
     """
-
-    REPLICATED = "replicated"
-    SHARDED = "sharded"
-
-
-_R, _S = Placement.REPLICATED, Placement.SHARDED
-#: stage -> (parameters, gradients, optimizer states). "Replicated" gradients stay whole until the
-#: boundary.
-PLACEMENTS_OF_STAGE: Mapping[int, tuple[Placement, Placement, Placement]] = {
-    0: (_R, _R, _R),
-    1: (_R, _R, _S),
-    2: (_R, _S, _S),
-    3: (_S, _S, _S),
-}
+    return stage > 2, stage > 1, stage > 0
 
 
 @dataclass(frozen=True)
@@ -102,7 +87,8 @@ class Row:
     """What a recipe says of one kind of state.
 
     Attributes:
-        placement: replicated or sharded.
+        sharded: each rank holds one interval of each unit's flat address space; else every rank holds
+            all of it.
         dtype: the torch dtype stored. None, for parameters only: each parameter's own.
         wire: the dtype on the wire. None: not sent, or as the model or its backward pass makes it.
         tier: where the row is stored.
@@ -110,7 +96,7 @@ class Row:
         codec: the codec on the wire; None sends plain values.
     """
 
-    placement: Placement
+    sharded: bool
     dtype: Any
     wire: Any = None
     tier: Tier = Tier.DEVICE

@@ -220,7 +220,7 @@ def offloaded_units(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int
         return set(range(len(sizes)))
     moments = 2 * FORMATS[recipe.moments or "fp32"].each
     a_parameter = torch.float32.itemsize + moments + recipe.gradients.dtype.itemsize
-    divided = ranks if recipe.optimizer.placement.value == "sharded" else 1
+    divided = ranks if recipe.optimizer.sharded else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:
         budget = min(budget, recipe.offload_bytes * divided / a_parameter)
