@@ -168,21 +168,21 @@ def test_plans_train_as_one_process(case: Case, every: bool) -> None:
 @on_ranks(4)
 @slow
 def test_adapters_on_a_base_under_tensor_parallelism_train_as_in_one_process() -> None:
-    """On layers that are divided by columns. Those divided by rows are refused: peft fails there."""
+    """On layers that are divided by columns. On those divided by rows peft fails."""
     from peft import LoraConfig, get_peft_model
     from torch.distributed.tensor import DTensor, distribute_tensor
     from transformers.distributed import DistributedConfig
 
     case = Case("Llama")
 
-    def adapt(model: Any, second: str = "up_proj") -> Any:
+    def adapt(model: Any) -> Any:
         if any(
             isinstance(p, DTensor) for p in model.parameters()
         ):  # as from_pretrained leaves them
             model._device_mesh = meshes(case)[0]
             model.config.distributed_config = DistributedConfig(tp_size=2, fsdp_size=2)
         model = get_peft_model(
-            model, LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", second])
+            model, LoraConfig(r=2, lora_alpha=8, target_modules=["q_proj", "up_proj"])
         )
         for name, p in model.named_parameters():
             if "lora_" in name:
@@ -196,9 +196,6 @@ def test_adapters_on_a_base_under_tensor_parallelism_train_as_in_one_process() -
         return model
 
     compare(case, 3, adapt)
-    model, mesh = parallelized(case)
-    with pytest.raises(ValueError, match=r"o_proj' is divided by its inputs.*target_modules"):
-        over(mesh, adapt(model, "o_proj"), 1)
 
 
 # -- hooks by which transformers adds up the gradients of norms of q and k -------------------------

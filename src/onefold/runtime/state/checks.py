@@ -71,14 +71,6 @@ def refuse_arguments(
                 f"module {name or '(the model)'!r} was given to fully_shard, which divides the same"
                 " parameters as shard() does. Leave fully_shard out."
             )
-        plan = str(getattr(getattr(inner, "base_layer", None), "_hf_tp_plan", ""))
-        if "rowwise" in plan and hasattr(inner, "lora_A"):
-            raise ValueError(
-                f"{name!r} is divided by its inputs, as transformers' plan says, and peft's adapter"
-                " there fails in the forward pass. Name in target_modules only layers that the plan"
-                " divides by outputs, such as q_proj, v_proj and up_proj, or load the model without a"
-                " plan."
-            )
         if is_sharded(inner) or any(
             isinstance(p, ShardedParameter) for p in inner._parameters.values()
         ):
@@ -198,18 +190,15 @@ def compare_ranks(
     """Raise on every rank if the ranks were given different recipes or models. Returns whether rank
     0's model is on the meta device, so that its weights must be initialized. Collective.
     """
-    found = [f for s in specs for f in s.found]
     compared = {
-        "recipes": [
-            getattr(recipe, name) for name in Recipe.__dataclass_fields__ if name != "remarks"
+        "recipes": (recipe.stage, recipe.given),
+        "parameters (names, shapes, dtypes, frozen, partial)": [
+            (f.names, tuple(f.param.shape), f.param.dtype, f.param.requires_grad, f.partial)
+            for s in specs
+            for f in s.found
         ],
-        "parameter names": [f.names for f in found],
-        "parameter shapes": [tuple(f.param.shape) for f in found],
-        "parameter dtypes": [f.param.dtype for f in found],
-        "frozen parameters": [f.param.requires_grad for f in found],
         "units": [s.name for s in specs],
         "weights": weights,
-        "names as partial": [f.partial for f in found],
     }
     digests = {k: hashlib.sha256(repr(v).encode()).hexdigest() for k, v in compared.items()}
     boxes = [e for e in engine.entries if e.flat.in_boxes]
@@ -228,7 +217,6 @@ def compare_ranks(
                 " Every rank must shard the same model by the same recipe (weights may differ: rank"
                 " 0's are taken)."
             )
-    on_meta: bool = said[0][1]
     here = said[0][2]  # rank 0 is the first holder of a part of each
     if apart := [name for *_, there in said for name in there if there[name] != here[name]]:
         raise ValueError(
@@ -239,7 +227,7 @@ def compare_ranks(
     for entry in boxes:
         assert entry.box is not None
         entry.box.on_meta = here.get(entry.name, entry.param.is_meta)  # a simulated rank is alone
-    return on_meta
+    return bool(said[0][1])
 
 
 def compare_copies(engine: Engine, incoming: Collection[str]) -> None:
