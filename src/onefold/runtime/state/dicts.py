@@ -269,12 +269,6 @@ def _take(
             f"the model's own code copies values into {by_hand!r}, which has no memory here: load"
             " inside `with onefold.full_params(model, write=True):`."
         )
-    for entry in engine.entries:
-        if (
-            entry.name in given
-            and given[entry.name].is_complex() > entry.flat.dtypes.master.is_complex
-        ):
-            raise ValueError(f"{entry.name} would lose its imaginary part: give a real tensor.")
     if strict and (missing or unexpected):
         raise ValueError(
             f"{len(missing)} names are missing ({', '.join(missing[:5])}) and {len(unexpected)} are"

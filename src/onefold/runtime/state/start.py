@@ -15,7 +15,6 @@ from torch import nn
 from onefold.comm.communicators import flat_note
 from onefold.device import default_device, device_count
 from onefold.memory import GATHERED
-from onefold.recipe import Recipe
 from onefold.recipe.options import bytes_of
 from onefold.recipe.rows import FLAT, NATIVE
 from onefold.runtime.boxes import is_dtensor, local_of
@@ -46,7 +45,12 @@ def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[
     """Yield what the user is told at the start. `sizes`: trained elements in each unit."""
     recipe, group = engine.recipe, engine.group
     yield from recipe.notes
-    yield from _precision_notes(recipe, engine.flats)
+    trained = [f.dtypes.compute for f in engine.flats if any(e.active for e in f.entries)]
+    if recipe.parameters.dtype is None and (narrow := [d for d in trained if d in _NARROW]):
+        yield (
+            f"precision=None computes as the model is: weights that are trained are in {narrow[0]}, with"
+            f" master weights in {recipe.optimizer.dtype}. Give precision='fp32' to compute in fp32."
+        )
     names = [name for entry in engine.entries for name in entry.names]
     for pattern in recipe.whole if names and recipe.whole not in (None, True, False) else ():
         if not any(fnmatch.fnmatchcase(name, pattern) for name in names):  # or of another stage
@@ -93,28 +97,6 @@ def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[
             " meant."
         )
     yield from engine.uninitialized.notes()
-
-
-def _precision_notes(recipe: Recipe, flats: Sequence[Flat]) -> Iterator[str]:
-    """Yield a sentence about the 16-bit weights that are trained, if the recipe takes the model's
-    dtypes as they are.
-    """
-    trained = [flat for flat in flats if any(e.active for e in flat.entries)]
-    narrow = [flat for flat in trained if flat.dtypes.compute in _NARROW]
-    if recipe.parameters.dtype is None and narrow:
-        names = map(_short, dict.fromkeys(flat.dtypes.compute for flat in trained))
-        masters = recipe.optimizer.dtype
-        numel = sum(e.slot.numel for flat in narrow for e in flat.entries if e.active)
-        mended = "" if masters in _NARROW else ", or master_dtype='bf16' to step them as they are"
-        yield (
-            f"precision=None computes as the model is, in {' and '.join(names)}. {numel:,} weights of"
-            f" 16 bits are trained, with master weights in {_short(masters)}. Give precision='fp32'"
-            f" to compute in fp32{mended}."
-        )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 # -- values ----------------------------------------------------------------------------------------
