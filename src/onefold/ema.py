@@ -90,7 +90,7 @@ class EMA:
             )
         engine = engine_of(model)
         self.decay, self.updates = decay, 0
-        self._model, self._inside = weakref.ref(model), False
+        self._model, self._engine, self._inside = model, engine, False
         trained = [e for e in engine.entries if e.param.requires_grad and not e.flat.spec.stored]
         if away := next((e for e in trained if e.flat.storage.on_disk), None):
             raise ValueError(
@@ -133,7 +133,7 @@ class EMA:
         inside is an error.
         """
         self._refuse_inside("applied")
-        model, engine = self._module(), self._engine()
+        engine = self._engine
         if engine.stack or engine.full_params_depth:
             where = "a forward pass" if engine.stack else "onefold.full_params"
             raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
@@ -144,7 +144,7 @@ class EMA:
         try:
             self._put(engine, self._averages)
             self._inside, engine.copying = True, self._refuse_writes
-            yield model
+            yield self._model
         finally:
             self._inside, copying, engine.copying = False, engine.copying, None
             if copying is not None and copying != self._refuse_writes:
@@ -163,10 +163,10 @@ class EMA:
         """Return the whole averages on rank 0's host, with the keys of
         `AveragedModel.state_dict()`; {} on other ranks. Collective.
         """
-        model, engine = self._module(), self._engine()
-        tell_all(engine, _STATE_DICT, None)
-        found = whole_state_dict(engine, model, AverageParts(self._averages), self._items(engine))
-        if engine.rank != 0:
+        tell_all(self._engine, _STATE_DICT, None)
+        parts, items = AverageParts(self._averages), self._items()
+        found = whole_state_dict(self._engine, self._model, parts, items)
+        if self._engine.rank != 0:
             return {}
         return {"n_averaged": torch.tensor(self.updates, device="cpu")} | {
             f"module.{name}": value for name, value in found.items()
@@ -182,24 +182,24 @@ class EMA:
             ValueError: on every rank, if the dict is not of this model.
         """
         self._refuse_inside("load_state_dict")
-        engine = self._engine()
+        engine = self._engine
         first = engine.rank == 0
         updates = said_by_first(engine, _LOAD, partial(self._look, state_dict))
         parts = AverageParts(self._averages)
         with disable_torch_function(), torch.no_grad():
-            for item in self._items(engine):
+            for item in self._items():
                 if item.entry in self._averages:
                     whole = _find(state_dict or {}, item.entry) if first else None
                     from_first(engine, parts, item, whole)
         self.updates = updates
 
-    def _items(self, engine: Engine) -> list[StateItem]:
+    def _items(self) -> list[StateItem]:
         """Return the items of `state_dict`: averages, and masters where there are none."""
         return [
             replace(item, dtype=average.dtype)
             if (average := self._averages.get(item.entry)) is not None
             else item
-            for item in master_items(engine.entries)
+            for item in master_items(self._engine.entries)
         ]
 
     def _look(self, state: Mapping[str, Any] | None) -> int:
@@ -224,21 +224,12 @@ class EMA:
             )
 
     def _refuse_writes(self) -> None:
-        self._engine().copying = self._refuse_writes
+        self._engine.copying = self._refuse_writes
         raise RuntimeError(
             "the model's weights were to be written to (by an optimizer step, a load or"
             " full_params(write=True)) inside ema.applied(), where they are the averages: leave it"
             " first."
         )
-
-    def _module(self) -> nn.Module:
-        model = self._model()
-        if model is None:
-            raise RuntimeError("the model of this EMA is gone.")
-        return model
-
-    def _engine(self) -> Engine:
-        return engine_of(self._module())
 
 
 def _find(state: Mapping[str, Any], entry: Entry) -> Any:
