@@ -327,11 +327,7 @@ def _short(dtype: torch.dtype | None) -> str:
 
 
 def _said(value: Any) -> str:
-    if value == of.UNLIMITED:
-        return "'cpu'"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(one if isinstance(one, str) else one.__name__ for one in value) + "]"
-    return f"{value:,} bytes" if isinstance(value, int) and value >= 1e6 else repr(value)
+    return "'cpu'" if value == of.UNLIMITED else repr(value)
 
 
 def _table() -> dict[str, Option]:
