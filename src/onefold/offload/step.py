@@ -357,10 +357,6 @@ class ApartStepper(Stepper):
         refuse_cut(optimizer, flat, verdict)
         return True
 
-    def wants_unsharded(self, optimizer: Optimizer) -> bool:
-        recipe = self.engine.recipe
-        return recipe.moments is not None or recipe.stochastic_rounding
-
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
         """See `Stepper`.
 

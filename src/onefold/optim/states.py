@@ -42,7 +42,7 @@ from onefold.quant.moment_packing import encode
 from onefold.recipe.moments import SIGNED, grain_of, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parameters.interval import disable_torch_function, owner_of
 from onefold.runtime.parts import (
     HeldParts,
     StateItem,
@@ -54,8 +54,19 @@ from onefold.runtime.parts import (
 )
 
 _SAVE, _LOAD = "optimizer.state_dict()", "optimizer.load_state_dict()"
-#: The engines over whose parameters optimizers step, in their order. Kept in optim/steps.py.
-engines: dict[Engine, None] = {}
+#: The entries of parameters that stay as they are (`Flat.unsharded`) and carry no mark of an engine,
+#: by the ids of the parameters. Kept in optim/steps.py.
+unmarked: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+
+
+def engine_of_param(param: Any) -> tuple[Any, Any]:
+    """Return the entry of a parameter that an optimizer steps, and its engine; (None, None) if no model
+    of shard() has it.
+    """
+    entry, engine = owner_of(param)
+    if entry is None and (entry := unmarked.get(id(param))) is not None:
+        engine = entry.engine()
+    return (None, None) if engine is None else (entry, engine)
 
 
 # -- parts -----------------------------------------------------------------------------------------
@@ -245,11 +256,10 @@ class Outline:
         """Raises:
         ValueError: its models are divided among different ranks.
         """
-        known = {id(e.param): (e, each) for each in list(engines) for e in each.entries}
         self.params: list[Param] = []
         found: dict[Engine, None] = {}
         for p in (p for group in optimizer.param_groups for p in group["params"]):
-            entry, engine = known.get(id(p), (None, None))
+            entry, engine = engine_of_param(p)
             if engine is not None:
                 found[engine] = None
             self.params.append(Param(p, entry, tuple(p.shape if entry is None else entry.shape)))

@@ -44,14 +44,12 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onefold.optim import faced_states, states
-from onefold.optim.states import engines
 from onefold.optim.verdict import verdict_for
 from onefold.optim.whole import epoch
 from onefold.runtime.agree import of_step
 from onefold.runtime.differentiate import here, in_autograd, keep_from_compiler
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
-from onefold.runtime.parameters.interval import owner_of
 from onefold.runtime.parameters.parameter import (
     ShardedParameter,
     bare,
@@ -71,13 +69,15 @@ from onefold.runtime.stepper import (
 )
 
 _changes = threading.RLock()  # several threads may shard models, and free them
+_engines: set[Engine] = set()
 _active: list[bool] = []  # not empty while a model is sharded: what compiled code asks
 
 
 def install_step_hooks(engine: Engine) -> None:
     """Be part of the steps of optimizers over this engine's parameters, until the engine closes."""
     with _changes:
-        engines[engine] = None
+        _engines.add(engine)
+        states.unmarked.update({id(e.param): e for e in engine.entries if e.flat.unsharded})
         epoch[0] += 1
         _put_around_torchs()
         _active[:] = [True]
@@ -85,9 +85,9 @@ def install_step_hooks(engine: Engine) -> None:
 
 def remove_step_hooks(engine: Engine) -> None:
     with _changes:
-        engines.pop(engine, None)
+        _engines.discard(engine)
         epoch[0] += 1
-        if not engines:
+        if not _engines:
             _active.clear()
 
 
@@ -255,8 +255,8 @@ def _begin(
             for stepper, entries in apart:
                 stepper.step(optimizer, entries)
         _leave_out(optimizer, [e.param for _, entries in apart for e in entries])
-        if found:
-            choose_implementation(optimizer, next(iter(found)).device)
+        if sharded := [engine for engine in found if not engine.unsharded]:
+            choose_implementation(optimizer, sharded[0].device)
             note(face, params)
             note(setattr, here, "stepping", here.stepping)
             here.stepping += 1
@@ -271,11 +271,11 @@ def _written(found: dict[Engine, list[Entry]], elsewhere: list[nn.Parameter]) ->
 
 
 def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
-    """Return the sharded parameters that `optimizer` steps, by engine."""
+    """Return the parameters of sharded models that `optimizer` steps, by engine."""
     found: dict[Engine, list[Entry]] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:
-            entry, engine = owner_of(param)
+            entry, engine = states.engine_of_param(param)
             if entry is not None:
                 found.setdefault(engine, []).append(entry)
     return found
@@ -285,25 +285,9 @@ def _choose(
     optimizer: Optimizer, found: dict[Engine, list[Entry]]
 ) -> list[tuple[Stepper, list[Entry]]]:
     """Return what is stepped before the optimizer's own step, and by whom."""
-    every = {engine: list(entries) for engine, entries in found.items()}
-    # Unsharded parameters (one rank) carry no mark of their engine, so they are searched for here
-    for engine in list(engines):
-        asks = any(s.wants_unsharded(optimizer) for s in engine.stepper.apart)
-        waits = engine.failure is not None or engine.copying is not None
-        if not asks and not (engine.unsharded and waits):
-            continue
-        params = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        mine = [e for e in engine.entries if id(e.param) in params]
-        if mine and engine.unsharded and waits:
-            engine.about_to_write()
-            if engine.failure is not None:
-                engine.tell_failure()
-        unsharded = [e for e in mine if e.flat.unsharded] if asks else []
-        if unsharded:
-            every.setdefault(engine, []).extend(unsharded)
     inside = held_inside(optimizer)  # their own steps come here too
     apart: list[tuple[Stepper, list[Entry]]] = []
-    for engine, entries in every.items():
+    for engine, entries in found.items():
         verdict = verdict_for(engine.recipe)
         held = [entry for entry in entries if id(entry.param) in inside]
         refuse_cut_inside(optimizer, held, partial(verdict, optimizer))

@@ -92,10 +92,6 @@ class Stepper:
             TierError: on every rank, if a disk failed on one.
         """
 
-    def wants_unsharded(self, optimizer: Optimizer) -> bool:
-        """Whether it is to be asked about parameters that are not sharded, too (one rank)."""
-        return False
-
     # -- in the backward pass, if `in_backward` ----------------------------------------------------
 
     def takes(self, flat: Flat, which: list[Entry]) -> bool:
