@@ -25,7 +25,6 @@ from onefold.checkpoint import CheckpointError, checkpointer
 from onefold.checkpoint import folder as folders
 from onefold.inspection.verify import examine
 from onefold.locks import Lock
-from onefold.reading import DEEPEST
 from ranks import outcomes_of
 from reference import adamw, built, differences, train, weights
 from saved import Run
@@ -137,14 +136,12 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_changes_nothin
     folder: Path,
 ) -> None:
     rank, (model, optimizer) = dist.get_rank(), made()
-    good, taken, deep = folder / "good", folder / "taken", []
+    good, taken = folder / "good", folder / "taken"
     onefold.save(good, model=model, optimizer=optimizer, step=1)
     if rank == 0:
         (folder / "file").write_text("")
         taken.mkdir()
         (taken / "mine.txt").write_text("keep")
-    for _ in range(DEEPEST):
-        deep = [deep]
     noted, plain = (
         onefold.shard(kind(5, 3), onefold.Recipe.zero(3, stall_timeout=30.0))
         for kind in (Noted, nn.Linear)
@@ -171,7 +168,6 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_changes_nothin
         "holds files that are no checkpoint of Onefold's: name another": save(taken, overwrite=True),
         "give overwrite=True to replace it": save(good),
         r"extra\['f'\] is a .*no pickle": save(new, extra={"f": print}),
-        "at most 200 objects in each other": save(new, extra=deep),
         "step=-3: expected the number of steps done": save(new, step=-3),
         "belongs to another model": save(new, optimizer=stranger),
         "given step 0 on rank 0 and 1 on rank 1": save(new, step=rank),

@@ -47,7 +47,7 @@ from onefold.checkpoint.parts import (
 from onefold.checkpoint.tensorfile import TensorFile
 from onefold.checkpoint.together import Together, meet, raise_different, raise_first, worded
 from onefold.optim.clip import across_stages
-from onefold.reading import DEEPEST, LARGEST, too_deep
+from onefold.reading import LARGEST
 from onefold.runtime.agree import difference
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
@@ -314,11 +314,10 @@ class _Writing:
         self, found: tuple[Record, ...], files: dict[str, FileRecord], state: dict[str, Any]
     ) -> None:
         text = json.dumps({**state, "step": self.step}) + "\n"
-        if len(text) > LARGEST or too_deep(state):
+        if len(text) > LARGEST:
             raise CheckpointError(
                 f"extra, data, scheduler and scaler are {len(text)} bytes of JSON, of which at most"
-                f" {LARGEST}, and at most {DEEPEST} objects in each other, could be loaded: give"
-                " large values as tensors."
+                f" {LARGEST} could be loaded: give large values as tensors."
             )
         (self.folder / STATE).write_text(text, encoding="utf-8")
         for thing in self.texts:
