@@ -289,7 +289,7 @@ REFUSED: dict[str, tuple[Make, tuple[str, ...]]] = {
     "Prodigy": (packaged("prodigyopt", "Prodigy", lr=1.0), ("stage 0", "whole=False")),
     "a norm of each layer": (lambda p: Own(p, lamb), ("stage 0", "whole=True")),
     "a norm of large matrices": (lambda p: Own(p, if_large), ("whole=True",)),
-    "a norm of all in one group": (lambda p: looking(p, "all"), ("a group's looks_at='all'",)),
+    "a norm of all in one group": (lambda p: looking(p, "all"), ("depends on other elements",)),
     "communication": (lambda p: Looking(p, looks_at="parameter", adds=True), ("communicates",)),
     "a hidden optimizer": (lambda p: Holding(sgd(p), hidden=True), ("also calls that of SGD",)),
     "a list of its own": (lambda p: Listed(p, "x"), ("the model's own parameters",)),

@@ -212,7 +212,8 @@ def _try(
     except TouchesReal as error:
         return GroupVerdict(REFUSED, f"it cannot be tried: {error}")
     except Exception as error:
-        reason = f"its step could not be tried on a small matrix ({type(error).__name__}: {error})."
+        said = f"{type(error).__name__}: {error}"
+        reason = f"its step failed on a small matrix, or on a part of one ({said})."
     return GroupVerdict(otherwise, reason) if reason else _ELEMENTWISE
 
 
@@ -222,34 +223,23 @@ def _dependence(
     """Return what tells that the update of an element depends on others; "" if nothing does."""
     values = _drawn(shape, like.device)
     whole, numbers = _run(optimizer, group, like, values)
-    numel, what = prod(shape), "matrix" if len(shape) == 2 else f"tensor of {len(shape)} dimensions"
+    numel = prod(shape)
     # The cuts are at multiples of 128 elements, where SIMD vectors end; of a stack between matrices
     cut = (numel // 3 // 128 * 128, 2 * numel // 3 // 128 * 128)
     parts = (t.split(2) if shape == _STACK else t.reshape(-1).tensor_split(cut) for t in values)
-    try:
-        # Each piece is stepped by itself, as on each rank. What one optimizer sums over all its
-        # parameters, the others do not know.
-        pieces = [_run(optimizer, group, like, piece) for piece in zip(*parts, strict=True)]
-    except Exception as error:
-        return (
-            f"its step does not work on one-dimensional pieces ({type(error).__name__}: {error})."
-        )
+    # Each piece is stepped by itself, as on each rank. What one optimizer sums over all its parameters,
+    # the others do not know.
+    pieces = [_run(optimizer, group, like, piece) for piece in zip(*parts, strict=True)]
     if not torch.equal(whole.reshape(-1), torch.cat([piece.reshape(-1) for piece, _ in pieces])):
-        given = ", ".join(
-            f"{key}={value!r}"
-            for key, value in group.items()
-            if key not in _OF_THE_USER and repr(optimizer.defaults.get(key)) != repr(value)
-        )
-        given = given and f", with a group's {given},"
         return (
-            "its update of an element depends on other elements (cutting a small"
-            f" {what}{given} changed the result)."
+            "its update of an element depends on other elements (cutting a small tensor of shape"
+            f" {shape} changed the result)."
         )
     for key, value in numbers.items():
         if any(key not in others or bool(value != others[key]) for _, others in pieces):
             return (
                 f"its update depends on what it sums over all elements ({key} came out otherwise"
-                f" for parts of a small {what})."
+                " for parts of a small matrix)."
             )
     return ""
 
