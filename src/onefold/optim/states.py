@@ -277,13 +277,6 @@ class Outline:
                 " optimizer of its own, or use onefold.save and onefold.load."
             )
 
-    def refuse_moment(self, call: str) -> None:
-        """Raise RuntimeError inside a forward pass."""
-        if self.engines[0].stack:
-            raise RuntimeError(
-                f"{call} of a sharded model was called inside a forward pass: call it between steps."
-            )
-
 
 # -- which optimizers ------------------------------------------------------------------------------
 
@@ -359,7 +352,6 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         outline = Outline(optimizer)
         if not outline.special:
             return None
-        outline.refuse_moment(_SAVE)
         among = outline.engines[0] if outline.divided else None
         parts, said = OptimizerParts(optimizer), list[_Said]()
         with parts.keeping_errors():
@@ -466,7 +458,6 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
         outline = Outline(optimizer)
         if not outline.engines or (outline.engines[0].group.size == 1 and not outline.special):
             return None
-        outline.refuse_moment(_LOAD)
         engine, parts = outline.engines[0], OptimizerParts(optimizer)
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         if any(theirs != sizes for theirs in tell_all(engine, _LOAD, sizes)):
@@ -505,11 +496,6 @@ def _heads(
         state[number] = dict(state[number])
         for key, value in state[number].items():
             tensor, name = isinstance(value, torch.Tensor), "" if entry is None else entry.name
-            where = f"state {key!r} of parameter {number} ({name!r})"
-            if tensor and value.is_meta:
-                raise ValueError(
-                    f"{where} is on the meta device, without values: give tensors with values."
-                )
             if tensor:
                 state[number][key] = value.cpu()
             if entry is None:
@@ -521,7 +507,8 @@ def _heads(
             cut = outline.divided or (tensor and value.numel() > 1 and entry.flat.storage.on_disk)
             if tensor and value.ndim and cut and not owned:
                 raise ValueError(
-                    f"{where} has shape {tuple(value.shape)}, expected {shape}: it is of another model."
+                    f"state {key!r} of parameter {number} ({name!r}) has shape {tuple(value.shape)},"
+                    f" expected {shape}: it is of another model."
                 )
     return {**given, "state": state}
 
