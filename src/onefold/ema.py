@@ -134,9 +134,7 @@ class EMA:
         """
         self._refuse_inside("applied")
         engine = self._engine
-        if engine.stack or engine.full_params_depth:
-            where = "a forward pass" if engine.stack else "onefold.full_params"
-            raise RuntimeError(f"EMA.applied() was entered inside {where}: enter it outside.")
+        engine.check_moment("EMA.applied")
         tell_all(engine, _APPLIED, None)
         engine.about_to_write()
         with disable_torch_function(), torch.no_grad():

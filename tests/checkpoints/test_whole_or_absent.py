@@ -186,7 +186,7 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_changes_nothin
     before = weights(model), weights(plain)
     for words, call in rows.items():
         dist.barrier()
-        with pytest.raises(CheckpointError, match=words):
+        with pytest.raises((CheckpointError, RuntimeError), match=words):
             call()
     assert not differences(before[0], weights(model)) and not differences(before[1], weights(plain))
     dist.barrier()

@@ -131,10 +131,10 @@ def over(group: Any) -> Any:
     return lambda m, stage: shard_with(group=group())(m, stage)
 
 
-def inside(context: Any) -> Any:
+def inside(context: Any, of: Any = onefold.unshard) -> Any:
     def call(m: Any, stage: int) -> None:
         with context(m):
-            onefold.unshard(m)
+            of(m)
 
     return call
 
@@ -283,6 +283,11 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
     },
     # unshard
     "unshard inside full_params": (inside(onefold.full_params), (3,), ("inside", "full_params")),
+    "a whole state dict inside full_params": (
+        inside(onefold.full_params, onefold.full_state_dict),
+        (1, 3),
+        ("full_state_dict() was called inside full_params()", "outside"),
+    ),
     "unshard while gradients wait": (waiting, (1,), ("no_sync", "optimizer.step()")),
     # arguments
     **{

@@ -49,7 +49,7 @@ from torch.optim import Optimizer
 from onefold.checkpoint.apply import set_options
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.parts import groups_of
-from onefold.checkpoint.saving import check_moment, optimizers_of
+from onefold.checkpoint.saving import check_optimizers, optimizers_of
 from onefold.checkpoint.together import Together
 from onefold.layout.holders import BoxInterval, TensorBox, whole_region
 from onefold.optim.faced_states import stepped_elsewhere
@@ -126,7 +126,8 @@ class _State:
             )
 
     def _check(self, optimizers: Sequence[Optimizer] = ()) -> None:
-        check_moment(self.engine, "dcp_state_dict", optimizers)
+        self.engine.check_moment("dcp_state_dict")
+        check_optimizers(optimizers)
         # A load writes to these tensors in place, and host-to-device copies may still read them
         self.engine.transfers.up.wait()
 

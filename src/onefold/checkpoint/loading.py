@@ -25,7 +25,7 @@ from onefold.checkpoint.saving import (
     Models,
     Optimizers,
     begun,
-    check_moment,
+    check_optimizers,
     kinds_of,
     optimizers_of,
 )
@@ -172,7 +172,7 @@ def apply_source(
     with together.each_rank():  # all checks, before anything is changed
         values = _values(source, home, things)
         for engine, model in zip(engines, models, strict=True):
-            check_moment(engine, "load", optimizer)
+            check_optimizers(optimizer)
             fillings.append(Filling(engine, model, source.fitted(model), strict))
     # Of a pipeline: the names that a stage lacks, and those that no stage has
     told = together.all_gather([(f.missing, f.unexpected) for f in fillings])

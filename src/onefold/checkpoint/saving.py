@@ -153,9 +153,7 @@ def _begin(
     first, target, given = engines[0], Path(path).absolute(), optimizers_of(optimizer)
     parts, copying = RankState(), None
     place: Unfinished | None = None
-    own = [
-        _own_buffers(engine, each, optimizer) for engine, each in zip(engines, models, strict=True)
-    ]
+    own = [_own_buffers(engine, each) for engine, each in zip(engines, models, strict=True)]
     with contextlib.ExitStack() as on_error:
         # All ranks learn of errors and of the folder's name before anything is written
         with together.each_rank():
@@ -163,7 +161,7 @@ def _begin(
                 engine.uninitialized.refuse("save() would write")
             step = step_of(step)
             for engine in engines:
-                check_moment(engine, "save", optimizer)
+                check_optimizers(optimizer)
                 engine.transfers.check()
             parts = collect(engines, models, given, things, frozen, own, together.ranks[0])
             behind = call == "save_async" and not any(engine.on_disk for engine in engines)
@@ -203,19 +201,18 @@ def begun(call: str, model: Models) -> tuple[list[nn.Module], list[Engine], Toge
     models = [model] if isinstance(model, nn.Module) else list(model)
     engines = [engine_of(each) for each in models]
     for engine in engines:
-        engine.refuse_changes(call)
+        engine.check_moment(call)
         meet(engine, call)
     if isinstance(model, nn.Module):
         return models, engines, Together.of(engines[0])
     return models, engines, Together.of(engines[0], across_stages(engines))
 
 
-def _own_buffers(engine: Engine, model: nn.Module, optimizer: Optimizers) -> Mapping[str, Any]:
+def _own_buffers(engine: Engine, model: nn.Module) -> Mapping[str, Any]:
     """Return the buffers of which ranks have values of their own. Collective over the model's ranks."""
     buffers: dict[str, torch.Tensor] = {}
     if engine.buffers.several:
         with Together.of(engine).each_rank():
-            check_moment(engine, "save", optimizer)
             buffers, _ = beside_parameters(engine, model)
     return engine.buffers.own(buffers)
 
@@ -231,13 +228,8 @@ def step_of(step: Any) -> int | None:
     return number
 
 
-def check_moment(engine: Engine, call: str, optimizer: Optimizers) -> None:
-    """Check that this is a moment to save or load, and that `optimizer` holds optimizers.
-    Raises: CheckpointError: otherwise.
-    """
-    if engine.stack or engine.full_params_depth:
-        where = "a forward pass of the model" if engine.stack else "full_params()"
-        raise CheckpointError(f"{call}() was called inside {where}: call it between two steps.")
+def check_optimizers(optimizer: Optimizers) -> None:
+    """Check that `optimizer` holds optimizers. Raises: CheckpointError: otherwise."""
     given = optimizers_of(optimizer)
     known = all(isinstance(one, torch.optim.Optimizer) for one in given)
     if not known or len({id(one) for one in given}) < len(given):

@@ -36,7 +36,6 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.parts import Held
-from onefold.checkpoint.saving import check_moment
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.tensorfile import Planned, numel_of, write_tensors
 from onefold.checkpoint.together import Together, meet
@@ -144,8 +143,8 @@ def export(
 def begin(engines: Iterable[Engine]) -> None:
     """Check that all ranks export, and that this is a moment to do so. Collective."""
     for engine in engines:
+        engine.check_moment("export")
         meet(engine, "export")
-        check_moment(engine, "export", None)
 
 
 def wholes(engine: Engine, model: nn.Module) -> dict[str, Make]:

@@ -64,7 +64,7 @@ def stream_params(
     if engine.in_any_pass():
         raise RuntimeError("stream_params was called inside a pass of the model; call it outside.")
     if not engine.unsharded:
-        engine.refuse_changes("stream_params")
+        engine.check_moment("stream_params")
     engine.uninitialized.refuse("stream_params() would give")
     engine.buffers.refuse_own(model, "stream_params()")
     merging = Merging.of(model) if merge_adapters else None

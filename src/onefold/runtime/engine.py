@@ -503,12 +503,19 @@ class Engine:
             self.passes.reduce_pending()
             self.buffers.due = True
 
-    def refuse_changes(self, call: str) -> None:
-        """Raise RuntimeError if the model has other parameters by now than `shard()` found. Called
-        before `call` reads or writes the values of those parameters.
+    def check_moment(self, call: str) -> None:
+        """Called before `call` reads or writes the values of parameters.
+
+        Raises:
+            RuntimeError: this is inside a forward pass or `full_params`, or the model has other
+                parameters by now than `shard()` found.
         """
-        if not self.stack and not self.full_params_depth:
-            refuse_changes(self.units[0].module(), self.entries, call)
+        if self.stack or self.full_params_depth:
+            where = "a forward pass" if self.stack else "full_params()"
+            raise RuntimeError(
+                f"{call}() was called inside {where}: call it outside, between steps."
+            )
+        refuse_changes(self.units[0].module(), self.entries, call)
 
     def whole(self, entry: Entry) -> torch.Tensor:
         self.uninitialized.refuse("gather() would give", entry.names)

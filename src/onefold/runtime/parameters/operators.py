@@ -351,7 +351,9 @@ def on_whole(op: Operator, func: Any, args: Any, kwargs: Any, draws: bool = Fals
             copy = (
                 torch.empty(found.shape, dtype=t.dtype, device=t.device)
                 if draws
-                else found.gather(t, op.name) if t is target else whole_of(t, op.name)
+                else found.gather(t, op.name)
+                if t is target
+                else whole_of(t, op.name)
             )
             copies[id(t)] = t, copy, _version(copy)
         return copies[id(t)][1]

@@ -158,7 +158,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
     """
     engine = engine_of(module)
     if not engine.unsharded:
-        engine.refuse_changes("full_state_dict")
+        engine.check_moment("full_state_dict")
         for name, buffer in module.named_buffers():
             refuse_parts(name, buffer)  # here, so that every rank raises, not only rank 0
     engine.uninitialized.refuse("full_state_dict() would hold")
@@ -202,7 +202,7 @@ def load_full_state_dict(
             differ and `strict` is True.
     """
     engine = engine_of(module)
-    engine.refuse_changes(_LOAD)
+    engine.check_moment(_LOAD)
     engine.about_to_write()
     given: dict[str, torch.Tensor] = {}
     take = partial(_take, engine, module, state_dict, strict, given)

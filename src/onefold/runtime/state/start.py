@@ -139,10 +139,6 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
     They take no gradients. With `write=True`, rank 0's changes are kept on exit, for every rank.
     """
     engine = engine_of(module)
-    if engine.stack:
-        raise RuntimeError(
-            "full_params was entered inside a forward pass of the model; enter it outside."
-        )
     if write:
         engine.about_to_write()
     elif engine.uninitialized and not engine.full_params_depth:
@@ -156,7 +152,7 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         yield module
         return
     if not engine.unsharded:
-        engine.refuse_changes("full_params")
+        engine.check_moment("full_params")
     wholes: dict[Flat, torch.Tensor] = {}
     shown: dict[Entry, nn.Parameter] = {}
     given: dict[Entry, torch.Tensor] = {}
