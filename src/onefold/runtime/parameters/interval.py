@@ -267,9 +267,8 @@ class Interval(torch.Tensor):
             f" {tuple(spec.shape)}, local={local_part(self)!r})"
         )
 
-    def __deepcopy__(self, memo: Any) -> Interval:
-        with disable_torch_function(), torch.no_grad():
-            memo[id(self)] = out = dress(self.detach().clone(), self.__dict__["_onefold_spec"])
+    def __deepcopy__(self, memo: Any) -> torch.Tensor:
+        memo[id(self)] = out = self.clone()
         return out
 
     def __reduce_ex__(self, protocol: Any) -> Any:
