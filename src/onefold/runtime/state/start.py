@@ -38,15 +38,12 @@ from onefold.runtime.units import UnitSpec, offload_notes
 # effect.
 
 
-_NARROW = (torch.bfloat16, torch.float16)
-
-
 def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[str]:
     """Yield what the user is told at the start. `sizes`: trained elements in each unit."""
     recipe, group = engine.recipe, engine.group
     yield from recipe.notes
     trained = [f.dtypes.compute for f in engine.flats if any(e.active for e in f.entries)]
-    if recipe.parameters.dtype is None and (narrow := [d for d in trained if d in _NARROW]):
+    if recipe.parameters.dtype is None and (narrow := [d for d in trained if d.itemsize < 4]):
         yield (
             f"precision=None computes as the model is: weights that are trained are in {narrow[0]}, with"
             f" master weights in {recipe.optimizer.dtype}. Give precision='fp32' to compute in fp32."
