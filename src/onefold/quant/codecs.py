@@ -271,13 +271,8 @@ class Nf4(Codec):
         return _tables_of_nf4(device)
 
     def _pack(self, numbers: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
-        """Round to the nearest level, or to the lower one of two that are equally near."""
-        lower, border, _ = tables
-        numbers = _to_even(numbers).nan_to_num_(0.0)
-        flat = numbers.flatten()
-        cell = flat.add(1.0).mul_(CELLS / 2).clamp_(0, CELLS).to(torch.int32)
-        level = lower.index_select(0, cell).add_(flat > border.index_select(0, cell))
-        level = level.view(*numbers.shape[:-1], -1, 2)
+        numbers = _to_even(numbers)
+        level = nearest(numbers.flatten(), *tables[:2]).view(*numbers.shape[:-1], -1, 2)
         return level[..., 0] + level[..., 1] * 16
 
     def _unpack(self, payload: torch.Tensor, *tables: torch.Tensor) -> torch.Tensor:
@@ -285,9 +280,27 @@ class Nf4(Codec):
         return pairs.view(torch.float32).view(*payload.shape[:-1], -1)
 
 
-#: Cells of [-1, 1], each so narrow that it has at most one border between two levels. No border is so
-#: close to a cell's end that rounding matters.
-CELLS = 128
+def nearest_tables(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tables for `nearest`. All floats with the same upper half of their bits must have at
+    most two nearest `values`, which are ascending.
+
+    By the upper half of a float's bits: the lower of these two, by its place in `values`, uint8; and
+    the border between the two, infinity if there is only one.
+    """
+    middle = (values[1:] + values[:-1]) / 2
+    upper = torch.arange(1 << 16, dtype=torch.int32, device="cpu") << 16
+    ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32).nan_to_num(0.0)
+    low, high = (torch.bucketize(end, middle) for end in (ends.amin(0), ends.amax(0)))
+    border = torch.where(high > low, middle[low.clamp(max=len(middle) - 1)], torch.inf)
+    return low.to(torch.uint8), border
+
+
+def nearest(numbers: torch.Tensor, lower: torch.Tensor, border: torch.Tensor) -> torch.Tensor:
+    """Return the places of the nearest values, or of the lower of two that are equally near, uint8, of
+    `numbers`, fp32, [n]. About 5 ns an element, where a binary search takes 100.
+    """
+    upper = (numbers.view(torch.int32) >> 16) & 0xFFFF
+    return lower.index_select(0, upper).add_(numbers > border.index_select(0, upper))
 
 
 def _to_even(numbers: torch.Tensor) -> torch.Tensor:
@@ -312,18 +325,12 @@ def levels() -> torch.Tensor:
 
 @cache
 def _tables_of_nf4(device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return, for each cell: the level at its lower end, uint8, and the border inside it (infinity if
-    there is none); and the two numbers of each byte, as the bits of one
-    float64: one look-up gives both.
+    """Return the tables to find the nearest level; and the two numbers of each byte, as the bits of
+    one float64: one look-up gives both.
     """
-    between = (levels()[1:] + levels()[:-1]) / 2
-    ends = torch.arange(CELLS + 1, device="cpu") * (2.0 / CELLS) - 1.0
-    lower = torch.bucketize(ends, between)
-    inside = torch.bucketize(ends + 2.0 / CELLS, between) > lower
-    border = torch.where(inside, between[lower.clamp(max=14)], torch.inf)
     pairs = torch.stack([levels().repeat(16), levels().repeat_interleave(16)], 1)
-    pairs = pairs.view(torch.float64).flatten()
-    return lower.to(device, torch.uint8), border.to(device), pairs.to(device)
+    tables = *nearest_tables(levels()), pairs.view(torch.float64).flatten()
+    return tuple(table.to(device) for table in tables)
 
 
 CODECS: dict[str, Codec] = {kind.name: kind() for kind in (Int8, Int4, Nf4)}

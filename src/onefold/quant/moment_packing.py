@@ -6,10 +6,6 @@
 Every map holds 1, and a signed one is symmetric. So the greatest element of a block decodes to the
 scale itself, and values that were decoded are encoded to the same codes and scales again: states
 may be decoded, saved as numbers and loaded without a loss.
-
-To find the nearest value, a table is indexed by the upper 16 bits of a float: all floats with the
-same upper bits have at most two codes. The table holds the lower code and the border between the
-two, and one comparison decides (about 5 ns an element, where a binary search takes 100).
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from functools import cache
 
 import torch
 
+from onefold.quant.codecs import nearest, nearest_tables
 from onefold.recipe.moments import Format
 
 
@@ -46,16 +43,9 @@ def values_of(bits: int, signed: bool) -> torch.Tensor:
 def _tables(
     bits: int, signed: bool, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the map; and by the upper half of a float's bits the lowest code of such floats, and
-    the border to the next code.
-    """
-    values = values_of(bits, signed)
-    middle = (values[1:] + values[:-1]) / 2
-    upper = torch.arange(1 << 16, dtype=torch.int32, device="cpu") << 16
-    ends = torch.stack([upper, upper | 0xFFFF]).view(torch.float32).nan_to_num(0.0)
-    low, high = (torch.bucketize(end, middle) for end in (ends.amin(0), ends.amax(0)))
-    border = torch.where(high > low, middle[low.clamp(max=len(middle) - 1)], torch.inf)
-    return values.to(device), low.to(device, torch.uint8), border.to(device)
+    """Return the map, and the tables to find its nearest values."""
+    lower, border = nearest_tables(values_of(bits, signed))
+    return values_of(bits, signed).to(device), lower.to(device), border.to(device)
 
 
 def decode(
@@ -79,10 +69,8 @@ def encode(
     rows = torch.nn.functional.pad(values, (0, -values.numel() % format.block))
     rows = rows.view(-1, format.block)
     scales.copy_(rows.abs().amax(1)).clamp_(min=1e-12)
-    scaled = (rows / scales[:, None]).view(-1)
-    _, lowest, border = _tables(8 // format.grain, signed, values.device)
-    upper = (scaled.view(torch.int32) >> 16) & 0xFFFF
-    found = lowest.index_select(0, upper).add_(scaled > border.index_select(0, upper))
+    _, *tables = _tables(8 // format.grain, signed, values.device)
+    found = nearest((rows / scales[:, None]).view(-1), *tables)
     if format.grain == 2:
         found = (found[::2] << 4) | found[1::2]
     codes.copy_(found[: codes.numel()])
