@@ -42,11 +42,11 @@ CHUNK = {"cpu": 1 << 18, "other": 1 << 24}
 class MomentPolicy:
     """How the moments of one optimizer are stored.
 
-    `format`: for large parameters. `seed`: for stochastic rounding; None rounds to the nearest.
+    `format`: for large parameters. `stochastic`: how bf16 is rounded to; else to the nearest.
     """
 
     format: Format
-    seed: int | None
+    stochastic: bool
 
     def of(self, entry: Entry) -> Format:
         """Return the format of one parameter's moments."""
@@ -82,8 +82,8 @@ def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPol
             f"{kind.__name__} of torchao packs its own moments. Use torch.optim.AdamW (or Adam), and"
             " give the recipe moments='int8' or 'int4'."
         )
-    master, chance = flat.dtypes.master, 0 if recipe.stochastic_rounding else None
-    name = recipe.moments or ("bf16" if chance is not None and master == torch.bfloat16 else None)
+    master, chance = flat.dtypes.master, recipe.stochastic_rounding
+    name = recipe.moments or ("bf16" if chance and master == torch.bfloat16 else None)
     if (
         name is None
         or master not in (torch.float32, torch.bfloat16, torch.float16)
@@ -264,10 +264,8 @@ def _round(
     into: torch.Tensor,
 ) -> None:
     """Store `value` in the dtype of `into`, where it may be already."""
-    if how is not None and how.seed is not None and into.dtype == torch.bfloat16:
-        step = state["step"]
-        step = step if isinstance(step, torch.Tensor) else torch.tensor(step, device="cpu")
-        to_bf16(value, key_of(how.seed, piece.entry.name, what), step, piece.first, into)
+    if how is not None and how.stochastic and into.dtype == torch.bfloat16:
+        to_bf16(value, key_of(piece.entry.name, what), state["step"], piece.first, into)
     # Fake tensors have no address
     elif (storage_of(into), into.storage_offset()) != (storage_of(value), value.storage_offset()):
         into.copy_(value.view(into.shape))
