@@ -134,7 +134,7 @@ def empty(
 
 
 class MemoryLedger:
-    """Bytes that the engine holds on this rank, by category and unit. `peak` is the largest sum
+    """Bytes that the engine holds on this rank, by category. `peak` is the largest sum
     seen, by category.
 
     Attributes:
@@ -149,7 +149,6 @@ class MemoryLedger:
         self.record = False
         self.timeline: deque[tuple[float, str, str, int]] = deque(maxlen=1 << 16)
         self._now: Counter[str] = Counter()
-        self._units: Counter[tuple[str, str]] = Counter()
         self._peak: dict[str, int] = {}
         self._total = self._peak_total = 0
         # Optimizer steps in the backward pass take buffers in a thread of their own
@@ -158,7 +157,6 @@ class MemoryLedger:
     def add(self, category: str, nbytes: int, unit: str = "") -> None:
         with self._lock:
             self._now[category] += nbytes
-            self._units[unit, category] += nbytes
             self._total += nbytes
             if self._total > self._peak_total:
                 self._peak_total, self._peak = self._total, dict(self._now)
@@ -180,15 +178,6 @@ class MemoryLedger:
     def now(self) -> dict[str, int]:
         self.look()
         return {k: v for k, v in self._now.items() if v}
-
-    def by_unit(self) -> dict[str, dict[str, int]]:
-        """Return the bytes held now by unit, then by category. "" has those of no unit."""
-        self.look()
-        out: dict[str, dict[str, int]] = {}
-        for (unit, category), nbytes in self._units.items():
-            if nbytes:
-                out.setdefault(unit, {})[category] = nbytes
-        return out
 
     def peak(self) -> dict[str, int]:
         return {k: v for k, v in self._peak.items() if v}
