@@ -67,7 +67,7 @@ from onefold.memory import (
 )
 from onefold.offload.nvme import Region, Transfer, refuse_unless_fits, substitute
 from onefold.recipe import Tier
-from onefold.recipe.moments import FORMATS, grain_of, items_of
+from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.parameters.values import state_place, storageless
@@ -706,20 +706,9 @@ def needed(engine: Engine) -> int:
     """Return the bytes of this rank's state on disk, with two moments in the recipe's format."""
     total = 0
     for flat in engine.offloaded_flats:
-        assert isinstance(flat.storage, OffloadStorage)
-        tiers, d, n = flat.storage.tiers, flat.dtypes, flat.storage.numel
-        trained = any(e.param.requires_grad for e in flat.entries)
-        if tiers.optimizer.on_disk:
-            moment = (
-                FORMATS[engine.recipe.moments].nbytes(n)
-                if engine.recipe.moments is not None
-                else n * d.master.itemsize
-            )
-            total += n * d.master.itemsize + (MOMENTS_EXPECTED * moment if trained else 0)
-        if tiers.gradients.on_disk and trained:
-            total += n * d.master.itemsize
-        if tiers.parameters.on_disk and d.compute != d.master:
-            total += n * d.compute.itemsize
+        total += sum(nbytes for tier, _, nbytes in flat.spec.offloaded if tier.on_disk)
+        if flat.storage.on_disk and flat.spec.trainable:
+            total += sum(flat.spec.moment_bytes(s, MOMENTS_EXPECTED) for s in flat.layout.slots)
     return total
 
 
