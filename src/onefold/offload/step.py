@@ -245,16 +245,16 @@ class _Stepping:
     # -- one window --------------------------------------------------------------------------------
 
     def _read(self, window: Window) -> None:
-        kinds = {"master": None}
+        dtype = window.storage.flat.dtypes.master
+        kinds = {"master": dtype}
         for entry, _, _ in window.pieces:
             if isinstance(entry.param.grad, Elsewhere):
-                kinds["gradient"] = None
+                kinds["gradient"] = dtype
             for key, value in self.optimizer.state.get(entry.param, {}).items():
                 if isinstance(value, torch.Tensor) and value.is_meta:
-                    kinds[state_kind(key, value.dtype)] = None
-        for kind in kinds:
-            window.open(kind, window.storage.regions[kind].dtype)
-            window.move("read", kind)
+                    kinds[state_kind(key, value.dtype)] = value.dtype
+        for kind, dtype in kinds.items():
+            window.open(kind, dtype)
 
     def _step(self, window: Window) -> None:
         storage, grads = window.storage, window.rows.get("gradient")
@@ -284,8 +284,9 @@ class _Stepping:
 
         def row(key: str, dtype: torch.dtype) -> torch.Tensor:
             kind = state_kind(key, dtype)
-            if kind not in window.rows:
-                window.make(kind, dtype)
+            if kind not in window.rows:  # a first step makes this state
+                window.open(kind, dtype)
+                window.settle()
             return window.part(kind, x, y)
 
         if small is not None:
@@ -311,7 +312,6 @@ class _Stepping:
         for kind in window.rows:
             if kind != "gradient":
                 window.move("written", kind)
-                window.storage.written.add((kind, window.a))
         window.storage.stepped(window.a, window.b, window.rows["master"])
 
 

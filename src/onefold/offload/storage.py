@@ -344,7 +344,6 @@ class NvmeStorage(OffloadStorage):
     Attributes:
         regions: the regions on NVMe by kind: "master", "parameter", "gradient", and the names that
             `state_kind` gives.
-        written: (kind, first element) of the chunks that were written.
         scale: the factor for gradients on NVMe, applied when they are read; None is 1.
         norms: 2-norms of the gradients on NVMe that this rank accounts for, by the index of the
             entry, computed while the gradients were in memory.
@@ -356,7 +355,6 @@ class NvmeStorage(OffloadStorage):
     def __init__(self, flat: Flat, engine: Engine) -> None:
         super().__init__(flat, engine)
         self.regions: dict[str, Region] = {}
-        self.written: set[tuple[str, int]] = set()
         self.scale: torch.Tensor | None = None
         self.norms: dict[int, torch.Tensor] = {}
         # A read ahead: the pool's buffer that it goes to, or None if it goes to the whole itself
@@ -460,12 +458,9 @@ class NvmeStorage(OffloadStorage):
 
     def write_part(self, kind: str, start: int, values: torch.Tensor) -> None:
         """Overwrite elements (or items) of the region `kind` from `start` on."""
-        stop, region, grain = start + values.numel(), self.regions[kind], grain_of_kind(kind)
+        stop, region = start + values.numel(), self.regions[kind]
         if start == stop:
             return
-        self.written |= {
-            (kind, a) for a, b in self.chunks() if a < stop * grain and start * grain < b
-        }
         first, last = self._sectors(kind, start, stop)
         whole, data = self._buffer(last - first, region.dtype)
         if first < start or stop < last:
@@ -637,27 +632,17 @@ class Window:
     _whole: list[torch.Tensor] = field(default_factory=list)  # the pool's buffers below `rows`
     _moving: list[Transfer] = field(default_factory=list)
 
-    def open(self, kind: str, dtype: torch.dtype) -> torch.Tensor:
-        """Take a buffer for the items of a kind."""
+    def open(self, kind: str, dtype: torch.dtype) -> None:
+        """Take a buffer for the items of a kind, and start to read them. Those of a new region are
+        zeros.
+        """
         storage, grain = self.storage, grain_of_kind(kind)
+        storage.region(kind, dtype)
         whole, self.rows[kind] = storage.transfers.buffer(
             -(-(self.b - self.a) // grain), dtype, storage.flat.unit_name, grain
         )
         self._whole.append(whole)
-        return self.rows[kind]
-
-    def make(self, kind: str, dtype: torch.dtype) -> None:
-        """Take a buffer for a state that a first step creates. The region may already hold this state
-        of other parameters, also of another optimizer; else the buffer is zeroed.
-        """
-        self.storage.region(kind, dtype)
-        data = self.open(kind, dtype)
-        if (kind, self.a) in self.storage.written:
-            self.storage.transfers.flush()
-            self.move("read", kind)
-            self.settle()
-        else:
-            data.view(torch.uint8).zero_()
+        self.move("read", kind)
 
     def move(self, op: Literal["read", "written"], kind: str) -> None:
         """Start to read or to write the items of a kind."""
