@@ -15,7 +15,6 @@ import sys
 import tempfile
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -34,7 +33,7 @@ import onefold
 from examples import examples
 from on_ranks import on_ranks
 from onefold.memory import TierError, empty, failure
-from onefold.offload.nvme import DATA, LOCK, MARK, PAGE, YOUNG, Nvme, reclaim, refuse_unless_fits
+from onefold.offload.nvme import DATA, LOCK, MARK, PAGE, Nvme, reclaim, refuse_unless_fits
 from zoo import TinyGPT, tokens_of
 
 MIB = 1 << 20
@@ -371,14 +370,12 @@ def started(path: Path, then: str) -> subprocess.Popen[str]:
     return process
 
 
-def left_behind(parent: Path, mark: bytes = MARK + b"\n", age: float = 0.0) -> Path:
+def left_behind(parent: Path, mark: str = f"process 4711 on node{MARK}\n") -> Path:
     """A folder as a killed process leaves it."""
     folder = parent / f"onefold-dead-4711-{secrets.token_hex(4)}"
     folder.mkdir()
-    (folder / LOCK).write_bytes(mark)
+    (folder / LOCK).write_text(mark)
     (folder / DATA).write_bytes(bytes(PAGE))
-    for path in (folder / LOCK, folder):
-        os.utime(path, (time.time() - age,) * 2)
     return folder
 
 
@@ -408,8 +405,8 @@ def test_after_a_kill_or_an_error_the_next_start_removes_what_was_left_and_only_
 
 def test_nothing_is_removed_that_is_not_ours_or_is_being_made(tmp_path: Path) -> None:
     (elsewhere := tmp_path / "elsewhere").mkdir()
-    other_mark = left_behind(tmp_path, mark=b"somebody else's lock", age=2 * YOUNG)
-    no_lock, unmarked = left_behind(tmp_path), left_behind(tmp_path, mark=b"")
+    other_mark = left_behind(tmp_path, mark="somebody else's lock")
+    no_lock, unmarked = left_behind(tmp_path), left_behind(tmp_path, mark="")
     (no_lock / LOCK).unlink()
     other_name = left_behind(tmp_path).rename(tmp_path / "onefold-checkpoints")
     link = tmp_path / "onefold-link-1-00000000"

@@ -9,7 +9,7 @@
 
 The data is for this run only. It is never flushed, and it does not outlive the process:
 
-    /nvme/onefold-rank0-4711-9f3c21aa/lock     held by flock while the process lives, however it ends
+    /nvme/onefold-rank0-4711-9f3c21aa/lock     held while the process lives, however it ends (onefold/locks.py)
     /nvme/onefold-rank0-4711-9f3c21aa/data     the bytes
 
     being made    mkdir, `lock` made, locked and marked, `data` made
@@ -17,8 +17,8 @@ The data is for this run only. It is never flushed, and it does not outlive the 
     closed        data, lock and folder removed, in this order
     left behind   by a process that was killed: `lock` can be taken. The next start on the same path takes it, then removes the three
 
-A folder without the mark in `lock` may be one that is being made, so it is left alone for a minute.
-Only folders with our name, lock and mark are removed, and in them only the files that we make.
+A folder without the mark in `lock` may be one that is being made, so it is left alone. Only folders
+with our name, lock and mark are removed, and in them only the files that we make.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import fcntl
 import logging
 import os
 import re
@@ -34,7 +33,6 @@ import secrets
 import shutil
 import sys
 import threading
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -45,6 +43,7 @@ from typing import Any
 
 import torch
 
+from onefold.locks import Lock
 from onefold.memory import TierError, failure
 
 #: Bytes. Offsets, addresses and lengths of direct transfers are multiples of it.
@@ -52,12 +51,10 @@ PAGE = 4096
 #: Bytes of one system call at most.
 BLOCK = 8 << 20
 LOCK, DATA = "lock", "data"
-MARK = b"onefold nvme store"
-#: Seconds. A younger folder without a marked lock may be one that is being made.
-YOUNG = 60.0
+MARK = ", for state on NVMe"
 READ, WRITE = "read", "write"
 _OURS = re.compile(r"^onefold-[A-Za-z0-9._-]+-\d+-[0-9a-f]{8}$")
-_CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
+_CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _substitute: ContextVar[Callable[[], Any] | None] = ContextVar("what makes stores", default=None)
 
@@ -107,17 +104,16 @@ class DataFile:
         self.folder = parent / f"onefold-{name}-{os.getpid()}-{secrets.token_hex(4)}"
         self.path, self.size = self.folder / DATA, 0
         self._open: list[int] = []
+        self._lock: Lock | None = None
         try:
             self.folder.mkdir(0o700)
-            lock = self._opened(self.folder / LOCK, os.O_CREAT | os.O_EXCL)
-            with _allowed():  # where there are no locks nothing is ever reclaimed
-                fcntl.flock(lock, fcntl.LOCK_EX)  # another start may look at it for a moment
-            os.pwrite(lock, MARK + b"\n", 0)
-            self._plain = self._opened(self.path, os.O_CREAT | os.O_EXCL)
-            self._direct = -1
-            with _allowed():
-                self._direct = self._opened(self.path, os.O_DIRECT)
-            if self._direct < 0:
+            self._lock = Lock(self.folder / LOCK, MARK)
+            self._plain = self._opened(os.O_CREAT | os.O_EXCL)
+            try:
+                self._direct = self._opened(os.O_DIRECT)
+            except OSError as error:
+                if error.errno not in _CANNOT:
+                    raise
                 self._give_up_direct()
         except OSError as error:
             self.close()
@@ -130,8 +126,8 @@ class DataFile:
 
         os.register_at_fork(after_in_child=close_in_child)
 
-    def _opened(self, path: Path, flags: int) -> int:
-        self._open.append(os.open(path, os.O_RDWR | flags, 0o600))
+    def _opened(self, flags: int) -> int:
+        self._open.append(os.open(self.path, os.O_RDWR | flags, 0o600))
         return self._open[-1]
 
     def extend(self, nbytes: int) -> int:
@@ -226,16 +222,8 @@ class DataFile:
         """
         while self._open:
             os.close(self._open.pop())
-
-
-@contextlib.contextmanager
-def _allowed() -> Iterator[None]:
-    """Accept that a file system has no such thing."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _CANNOT:
-            raise
+        if self._lock is not None:
+            self._lock.release()
 
 
 def check_folder(path: Path) -> None:
@@ -256,30 +244,18 @@ def reclaim(parent: Path) -> None:
     for path in sorted(parent.glob("onefold-*")):
         if not _OURS.match(path.name) or path.is_symlink():
             continue
-        with contextlib.suppress(OSError):  # another user's, or another process removed it
-            _remove_if_dead(path)
-
-
-def _remove_if_dead(path: Path) -> None:
-    """Remove the folder if its process is dead. Raises: OSError."""
-    try:
-        lock = os.open(path / LOCK, os.O_RDWR | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        if time.time() - path.stat().st_mtime >= YOUNG:
-            path.rmdir()  # removes only an empty folder: without a lock we know nothing else
-        return
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        mark = os.pread(lock, len(MARK), 0)
-        unmarked = not mark and time.time() - os.fstat(lock).st_mtime >= YOUNG
-        if mark == MARK or unmarked:
-            _remove_ours(path)
+        # In use, another user's, or another process removed it
+        with contextlib.suppress(OSError):
+            said = (path / LOCK).read_text(errors="replace")
+            if MARK in said:
+                lock = Lock(path / LOCK, MARK)
+                if lock.known:
+                    _remove_ours(path)
+                lock.release()
             if not path.exists():
                 logging.getLogger("onefold").info(
                     "removed %s, which a process that was killed had left", path
                 )
-    finally:
-        os.close(lock)
 
 
 def _remove_ours(path: Path) -> None:
