@@ -50,7 +50,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from onefold.device import CopyStream, capturing, with_index
 from onefold.device.pinned import HUGE_PAGE
 from onefold.memory import LARGE, MemoryLedger, empty, storage_of
-from onefold.runtime.differentiate import keep_from_compiler, keep_hooks_from_compiler
+from onefold.runtime.differentiate import keep_hooks_from_compiler
 from onefold.runtime.engine import Activations
 
 if TYPE_CHECKING:
@@ -189,10 +189,16 @@ class Kept:
     __slots__ = ("tensor", "version")
 
     def __init__(self, t: torch.Tensor) -> None:
-        # A node may save its own output. Without detach() the node and the tensor would form a
-        # reference cycle.
-        self.tensor = t if t.grad_fn is None else t.detach()
-        self.version = t._version
+        with torch._C.DisableTorchFunctionSubclass():
+            # A node may save its own output. Without detach() the node and the tensor would form a
+            # reference cycle.
+            self.tensor = t if t.grad_fn is None else t.detach()
+            self.version = t._version
+
+    def read(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            _refuse_other_version(self.tensor, self.version, self.tensor.size())
+            return self.tensor
 
 
 @dataclass(eq=False)
@@ -331,15 +337,13 @@ class ActivationStore(Activations):
         activation checkpoint the result is None: the checkpoint counts saved tensors and keeps none
         of them.
         """
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)(False)
-        if not top:
-            return saved_tensors_hooks(self.pack, self.unpack)
-        outer_pack, outer_unpack = top
+        top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer_pack, outer_unpack = top or (Kept, Kept.read)
         if getattr(outer_pack, "__module__", "") == "torch.utils.checkpoint":
             return None
 
         def pack(t: torch.Tensor) -> Any:
-            moved = self._take_down(t)
+            moved = self.pack(t)
             return outer_pack(t) if moved is None else moved
 
         def unpack(saved: Any) -> torch.Tensor:
@@ -351,24 +355,24 @@ class ActivationStore(Activations):
 
     # -- hooks -------------------------------------------------------------------------------------
 
-    def pack(self, t: torch.Tensor) -> Kept | Moved:
-        """Return what autograd keeps in place of `t`."""
-        moved = self._take_down(t)
-        if moved is not None:
-            return moved
+    def pack(self, t: torch.Tensor) -> Moved | None:
+        """Return what autograd keeps in place of `t`; None if it stays."""
         with torch._C.DisableTorchFunctionSubclass():
-            return Kept(t)
+            if not self._may_go(t):
+                return None
+            with self._lock:
+                copy = self._copy_of(t)
+                moved = None if copy is None else Moved(self, copy, t)
+        self.bury()
+        return moved
 
-    def unpack(self, saved: Kept | Moved) -> torch.Tensor:
+    def unpack(self, saved: Moved) -> torch.Tensor:
         """Return the tensor that was packed, with the same bits, sizes and strides.
 
         Raises:
             RuntimeError: the tensor was written to after it was saved.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            if isinstance(saved, Kept):
-                _refuse_other_version(saved.tensor, saved.version, saved.tensor.size())
-                return saved.tensor
             _refuse_other_version(saved.watch, saved.version, saved.size)
             with self._lock:
                 copy = saved.copy
@@ -388,16 +392,6 @@ class ActivationStore(Activations):
         return t
 
     # -- down --------------------------------------------------------------------------------------
-
-    def _take_down(self, t: torch.Tensor) -> Moved | None:
-        with torch._C.DisableTorchFunctionSubclass():
-            if not self._may_go(t):
-                return None
-            with self._lock:
-                copy = self._copy_of(t)
-                moved = None if copy is None else Moved(self, copy, t)
-        self.bury()
-        return moved
 
     def _may_go(self, t: torch.Tensor) -> bool:
         if (
@@ -558,5 +552,3 @@ def _refuse_other_version(watch: torch.Tensor, version: int, size: torch.Size) -
 
 
 keep_hooks_from_compiler(ActivationStore._hooks)
-for _hook in (ActivationStore.pack, ActivationStore.unpack):
-    keep_from_compiler(_hook)
