@@ -275,7 +275,6 @@ class ActivationStore(Activations):
         self._there: set[int] = set()
         self._found: dict[Any, Copy] = {}
         self._copies: list[Copy] = []  # in the order of saving; those without handles are gone
-        self._offered = self._expected = 0
         # Any thread may drop a saved tensor at any moment, also the garbage collector while this
         # thread holds the lock. So a drop is queued, and processed when the lock is free.
         self._lock = threading.Lock()
@@ -302,7 +301,6 @@ class ActivationStore(Activations):
             return
         with self._lock:
             self._there = {storage_of(t) for t in self.resident() if not t.is_meta}
-            self._expected, self._offered = self._offered, 0
         self.bury()
         self.hooks = self._hooks()
         if self.hooks is not None:
@@ -431,7 +429,7 @@ class ActivationStore(Activations):
         nbytes = stop - start
         # A sparse layout: the bytes between its elements would be copied for nothing
         apart = root is t and 2 * t.numel() * t.itemsize < nbytes
-        if apart or nbytes < self.smallest or self._is_read_first(nbytes):
+        if apart or nbytes < self.smallest:
             return None
         block = self.arena.take(nbytes)
         if block is None:
@@ -452,17 +450,6 @@ class ActivationStore(Activations):
             lambda: ledger.add(ACTIVATIONS_MOVING, -nbytes),
         )
         return copy
-
-    def _is_read_first(self, nbytes: int) -> bool:
-        """Return whether these bytes stay because the backward pass reads them first.
-
-        The end of a forward pass would come up again at once. The last pass tells where the end is:
-        the last bytes that the copy stream may hold, at most an eighth of the pass. If this pass turns out longer, later
-        tensors go down again. With synchronous copies nothing stays.
-        """
-        self._offered += nbytes
-        last = min(self.side.window, self._expected // 8) if self.side.asynchronous else 0
-        return last > 0 and self._expected - last < self._offered <= self._expected
 
     # -- up ----------------------------------------------------------------------------------------
 
