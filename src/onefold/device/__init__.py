@@ -6,7 +6,7 @@ facts and checks). It knows no modules, no parameters and no collectives.
 
     streams.py  the device of this rank and what it is; streams and events (on a device without streams,
                 work is done when the call returns); the host's threads
-    copies.py   CopyStream: copies beside the computation; Reading: numbers that the host reads later;
+    copies.py   CopyStream: copies beside the computation; reading: numbers that the host reads later;
                 HostSums: sums in pinned host memory that grow by sums on the device
     pinned.py   pinned host memory
 
@@ -14,7 +14,7 @@ CUDA, ROCm and XPU share one path, through torch.accelerator, torch.Stream and t
 CPU, and on a device without streams (with one warning), the same calls run synchronously.
 """
 
-from onefold.device.copies import CopyStream, HostSums, Reading, chunk_for, within
+from onefold.device.copies import CopyStream, HostSums, chunk_for, reading, within
 from onefold.device.pinned import host_empty, host_pages, owners_of
 from onefold.device.streams import (
     available,

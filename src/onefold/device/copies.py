@@ -233,33 +233,26 @@ class CopyStream:
                 flying.let_go()
 
 
-class Reading:
-    """Numbers on a device that are being copied to the host, behind all work queued so far."""
+def reading(*numbers: torch.Tensor) -> Callable[[], list[float]]:
+    """Start to copy numbers on a device to the host, behind all work queued so far. Returns a function
+    that returns them: the host waits for them there, but not for work queued later.
 
-    def __init__(self, *numbers: torch.Tensor) -> None:
-        """
-        Args:
-            numbers: tensors of one element, all of one dtype and device. On a device without
-                streams they are read at once.
-        """
-        here = torch.stack([number.detach().reshape(()) for number in numbers])
-        self._event: Any = None
-        self._host = here
-        if has_streams(here.device):
-            self._host = host_empty(len(numbers), here.dtype, here.device)
-            self._host.copy_(here, non_blocking=True)
-            self._event = current_stream(here.device).record_event()
+    Args:
+        numbers: tensors of one element, all of one dtype and device.
+    """
+    here = torch.stack([number.detach().reshape(()) for number in numbers])
+    host, event = here, None
+    if has_streams(here.device):
+        host = host_empty(len(numbers), here.dtype, here.device)
+        host.copy_(here, non_blocking=True)
+        event = current_stream(here.device).record_event()
 
-    @property
-    def arrived(self) -> bool:
-        """Whether `numbers()` would return without waiting."""
-        return self._event is None or bool(self._event.query())
+    def read() -> list[float]:
+        if event is not None:
+            event.synchronize()
+        return [float(number) for number in host]
 
-    def numbers(self) -> list[float]:
-        """Return the numbers. The host waits for them, but not for work queued later."""
-        if self._event is not None:
-            self._event.synchronize()
-        return [float(number) for number in self._host]
+    return read
 
 
 # -- sums on the host, added by the device ---------------------------------------------------------

@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 import onefold
 from onefold.checkpoint.per_rank import capture
-from onefold.device import Reading, memory_figures
+from onefold.device import memory_figures, reading
 from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
 from onefold.optim.clip import skips_on_device
@@ -164,7 +164,7 @@ class _Loop:
         if self.late:
             update_unless_bad(run, loss, norm)
             scale = [scaler._scale] if scaler is not None else []
-            seen.numbers = Reading(loss, norm, *scale).numbers
+            seen.numbers = reading(loss, norm, *scale)
         else:
             self._judge(seen)
             update(run, apply="left_out" not in seen.row)
