@@ -12,25 +12,15 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from onefold.wording import TrainError
 
 Message = Mapping[str, str]
 
 
-class Tokenizer(Protocol):
-    """The interface that training needs. Every Hugging Face tokenizer has it."""
-
-    eos_token_id: int | None
-
-    def __len__(self) -> int: ...
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]: ...
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-
-    def save_pretrained(self, folder: str) -> Any: ...
+#: Any tokenizer of Hugging Face, or a `ByteTokenizer`.
+Tokenizer: TypeAlias = Any
 
 
 class ByteTokenizer:
@@ -54,9 +44,6 @@ class ByteTokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(text.encode("utf-8"))
-
-    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(t for t in tokens if t < 256).decode("utf-8", errors="replace")
 
     def save_pretrained(self, folder: str) -> None:
         """Write a note in the model's folder: Hugging Face has no class for this tokenizer."""
