@@ -26,7 +26,7 @@ from hf_folders import (
     resident,
     saved,
 )
-from onefold.data import sources, tokens
+from onefold.data import sources
 from onefold.data.samples import IGNORE, Data, load_data
 from onefold.data.sources import rows_of
 from onefold.data.text import ByteTokenizer
@@ -85,13 +85,13 @@ def test_tokens_are_made_once_for_the_same_content_and_tokenizer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: Counter[str] = Counter()
-    encoded = tokens.encoded
+    tokenize = ByteTokenizer.__call__
 
-    def counting(tokenizer: Any, texts: list[str]) -> Any:
+    def counting(tokenizer: ByteTokenizer, texts: list[str], **options: Any) -> Any:
         made["texts"] += len(texts)
-        return encoded(tokenizer, texts)
+        return tokenize(tokenizer, texts, **options)
 
-    monkeypatch.setattr(tokens, "encoded", counting)
+    monkeypatch.setattr(ByteTokenizer, "__call__", counting)
     data = lines(tmp_path / "d.jsonl", [{"text": t, "other": t + "!"} for t in TEXTS])
     first = everything(cached(data, tmp_path))
     assert everything(cached(data, tmp_path, seq=16)) == first and made["texts"] == 60

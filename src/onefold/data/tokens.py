@@ -139,8 +139,9 @@ def _write(name: str, field: str | None, tokenizer: Any, folder: Path) -> Iterat
                         first = [later[0] + 1 if len(later) else -1]
                         put(tokens=chat, said=counts, first=first, ends=[count])
                 else:
-                    texts = encoded(tokenizer, [text for text, _ in rows])
-                    for ids, (_, last) in zip(texts, rows, strict=True):
+                    texts = [text for text, _ in rows]  # in one call
+                    found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
+                    for ids, (_, last) in zip(found["input_ids"], rows, strict=True):
                         put(tokens=ids)
                         count += len(ids)
                         if last:
@@ -199,13 +200,6 @@ def remove_abandoned(folder: Path) -> None:
             last = max(path.stat().st_mtime for path in (left, *left.iterdir()))
             if time.time() - last > ABANDONED:
                 shutil.rmtree(left, ignore_errors=True)
-
-
-def encoded(tokenizer: Any, texts: list[str]) -> Iterator[npt.NDArray[np.int32]]:
-    """Yield the tokens of each text, without special tokens. Tokenizers get all texts in one call."""
-    found = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)
-    for ids in found["input_ids"]:
-        yield np.asarray(ids, np.int32)
 
 
 def _key(part: Part, field: str | None, tokenizer: Any) -> str:
