@@ -45,7 +45,7 @@ from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
 from onefold.plan.activity import OnHost, divided, on_host
 from onefold.plan.degrees import AXES, Degrees, dims_of
 from onefold.plan.hardware import Machine
-from onefold.plan.job import CHECKPOINTING, Convention, Job, Scheme
+from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.owned import Balance, owned_matrices, stepped_whole
 from onefold.plan.program import Layer, Program
 from onefold.plan.rank import Stage, divided_along, exchanges, holding, rule_of, stages_of, units_of
@@ -65,7 +65,6 @@ from onefold.plan.states import (
     at_rest,
     filled,
     offloaded_bytes,
-    papers_bytes,
 )
 from onefold.plan.times import (
     between,
@@ -73,7 +72,6 @@ from onefold.plan.times import (
     step_seconds,
 )
 from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import Tier
 from onefold.tracing.trace import Activity
 from onefold.tracing.watch import Pass
@@ -98,10 +96,6 @@ class Candidate:
             within a node's. If the device is a CPU, `usable` has to hold the peak and the host's.
         usable: bytes of the device that training may take.
         accumulation: micro-batches of a rank in a step.
-        states: bytes of a rank's share of all states on all tiers, as the papers count them: gradients
-            beside the rest, a 16-bit copy of the parameters beside their masters. The engine never
-            holds them all at once: see the account.
-        activations: bytes of activations, at most.
         needed: bytes at peak that `usable` has to hold: on a CPU the host's too.
         reserve: the device's other bytes, on a GPU of the table.
         balance: how evenly owners divide the updates of whole matrices; None if none is stepped so.
@@ -115,8 +109,6 @@ class Candidate:
     usable: int
     needed: int
     accumulation: int
-    states: int
-    activations: int
     notes: tuple[str, ...]
     reserve: Reserve
     balance: Balance | None
@@ -141,10 +133,7 @@ class Candidate:
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
         scheme = vars(self.scheme) | asdict(self.scheme.degrees)
-        own = {
-            name: getattr(self, name)
-            for name in ("accumulation", "fits", "states", "usable", "bubble")
-        }
+        own = {name: getattr(self, name) for name in ("accumulation", "fits", "usable", "bubble")}
         del scheme["degrees"]
         return {
             **scheme,
@@ -312,10 +301,6 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         usable=usable,
         needed=needed,
         accumulation=accumulation,
-        states=papers_bytes(
-            program.rank, average(job, model), recipe, scheme.stage
-        ),
-        activations=kept.activity.peak,
         notes=(*kept.activity.notes, *notes),
         reserve=reserve,
         balance=owned.balance if owned and owned.balance.matrices else None,
@@ -358,22 +343,6 @@ def peak_of(program: Program, activity: Activity, states: int, fragmented: float
         row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
         rows.append(row)
     return max(rows, key=lambda row: sum(row.values()))
-
-
-def average(job: Job, model: ModelShape) -> Convention:
-    """Return the job's bytes per parameter. If other parameters than matrices have more states, an
-    average over all.
-    """
-    found, row = job.convention, PLANNED[job.optimizer]
-    if not row.rest:
-        return found
-    states = PLANNED[row.rest].elementwise_states - row.elementwise_states
-    more = states * job.recipe(3).optimizer.dtype.itemsize
-    names = stepped_whole(model, job.optimizer)
-    others = sum(
-        p.numel for u in model.units for p in u.parameters if p.trainable and p.name not in names
-    )
-    return replace(found, optimizer=found.optimizer + more * others / max(model.trainable, 1))
 
 
 def _reserve(

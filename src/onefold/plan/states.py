@@ -61,9 +61,8 @@ from onefold.layout import ShardSpec, round_up
 from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.offload.step import AHEAD, BEHIND, WAITING
 from onefold.offload.transfers import BEHIND as WRITES
-from onefold.plan.job import Convention
 from onefold.plan.rank import UnitPlan
-from onefold.recipe import Recipe, Tier, sharded_at
+from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
 from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.options import SECTOR
@@ -131,31 +130,6 @@ def sums_chunk(units: Sequence[UnitPlan]) -> int:
     """Return the bytes of each of the two such buffers."""
     flats = (f for u in units for f in u.flats if f.tiers is not None)
     return chunk_for(max((f.own * f.dtypes.master.itemsize for f in flats), default=0))
-
-
-def papers_bytes(
-    units: Sequence[UnitPlan], convention: Convention, recipe: Recipe, stage: int
-) -> int:
-    """Return a rank's bytes of all model states by the formula of Rajbhandari et al. 2020, section 5,
-    at these bytes per parameter. Frozen parameters have no other state.
-
-    The recipe says which kinds are divided among the ranks of a group only. If those are the
-    parameters alone, the group's copy of them comes on top.
-    """
-    rows, total = dict(zip(vars(convention), sharded_at(stage), strict=True)), 0.0
-    in_group = {kind for kind in rows if getattr(recipe, kind).over == GROUP}
-    for flat in (f for u in units for f in u.flats):
-        numel, inner = sum(slot.numel for slot in flat.layout.slots), flat.topology.inner
-        for kind, sharded in rows.items():
-            copied = in_group == {"parameters"} == {kind}
-            ranks = inner if kind in in_group and not copied else flat.ranks
-            if not flat.trainable:
-                ranks = inner if "optimizer" in in_group else flat.ranks
-            if flat.trainable or kind == "parameters":
-                each = numel * getattr(convention, kind)
-                total += each / (ranks if sharded else 1)
-                total += each / inner if copied and flat.trainable else 0
-    return round(total)
 
 
 # -- off the device --------------------------------------------------------------------------------

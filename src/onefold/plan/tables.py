@@ -154,7 +154,6 @@ def _figures(c: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "micro-batches", f"{c.accumulation:,}"
     yield "at rest", gib(account.rest_bytes)
     yield from ((f"  {name}", gib(account.rest.get(name, 0))) for name in CATEGORIES)
-    yield "all states, papers' way", gib(c.states)
     yield "at peak", gib(account.peak_bytes)
     yield from ((f"  {name}", gib(account.peak.get(name, 0))) for name in CATEGORIES)
     yield "driver and NCCL beside it", gib(c.reserve.nbytes)
