@@ -15,7 +15,7 @@ import onefold
 from onefold.plan.degrees import Degrees
 from onefold.plan.modules import architecture, built, model_shape
 from onefold.plan.rank import stages_of
-from onefold.simulation.simulate import Simulation, StageOfMesh, simulate
+from onefold.simulation.simulate import Simulation, StandIn, simulate
 from ranks import run_ranks
 
 pytestmark = pytest.mark.one_in(3)
@@ -46,8 +46,6 @@ MESHES = [
     ("llama", Degrees(dp=2, tp=2, cp=2), 1, {"micro_batches": 2}),
     ("mixtral", Degrees(dp=8, ep=2, cp=2, tp=4), 3, {"micro_batches": 2, "rank": 37}),
     ("mixtral", Degrees(dp=8, ep=4, tp=2), 2, {"per_node": 4, "rank": 9}),
-    ("mixtral", Degrees(dp=8, ep=2, tp=2), 3, {"replicas": 2, "rank": 11}),
-    ("mixtral", Degrees(dp=8, ep=2, tp=2), 1, {"replicas": 4}),
     ("mixtral", Degrees(dp=4, ep=2, tp=2, pp=2), 3, {"micro_batches": 3, "rank": 9}),
     ("llama", Degrees(dp=2, tp=2, pp=4), 2, {"micro_batches": 4, "rank": 15}),
     ("llama", Degrees(dp=2, cp=2, pp=2), 1, {"micro_batches": 2}),
@@ -75,9 +73,9 @@ def real(zero: int) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 1, 1, 2), mesh_dim_names=("dp", "ep", "cp", "tp"))
     number = dist.get_rank()
     own: Any = SimpleNamespace(
-        shape=stage, degrees=degrees, cut={("tp",): mesh["tp"]}, number=number, mesh=None
+        stage=stage, degrees=degrees, cut={("tp",): mesh["tp"]}, number=number, mesh=None
     )
-    module, given = StageOfMesh.twin(own)
+    module, given = StandIn.twin(own)
     for param in module.parameters():
         local: Any = param.to_local() if hasattr(param, "to_local") else param  # type: ignore[attr-defined]
         local.detach().fill_(0.1)
@@ -137,7 +135,6 @@ def test_llama_3_405b_on_4096_ranks_is_exact(rank: int) -> None:
 @pytest.mark.parametrize(
     ("degrees", "asked", "options", "said"),
     [
-        (Degrees(dp=4, ep=2), {"replicas": 4}, {}, "4 replicas of 2 data-parallel ranks"),
         (Degrees(pp=2, chunks=2), {"micro_batches": 2}, {}, "2 chunks a stage"),
         (Degrees(pp=4), {"micro_batches": 2}, {}, "2 micro-batches in 4 stages.*--global-batch"),
         (Degrees(tp=2), {}, {"offload_optimizer": "cpu"}, "offload or steps"),

@@ -286,7 +286,7 @@ def test_a_hundred_billion_parameters_on_a_thousand_ranks_take_no_memory() -> No
 @pytest.mark.parametrize(
     ("ranks", "options", "says"),
     [
-        (0, {}, "rank 0 of 0"),
+        (0, {}, "expected a whole number, 1 or more"),
         (8, {"rank": 8}, "rank 8 of 8"),
         (8, {"micro_batches": 0}, "expected at least 1"),
         (8, {"optimizer": "lion"}, "expected one of adamw"),

@@ -14,7 +14,7 @@ On a mesh of several axes a stand-in of a stage of the pipeline runs:
 
     shape of a stage ──► stand-in, its parameters cut by the plan's rules into DTensors over fake tensors
                               │
-    fake process group ──► device mesh (pp, dp_replicate, dp, ep, cp, tp) ──► onefold.shard(mesh=, data=)
+    fake process group ──► device mesh (pp, dp, ep, cp, tp) ──► onefold.shard(mesh=, data=)
                               │
               pp > 1: torch's own schedule runs onefold.parallel.PipelineStage
                               │
@@ -47,7 +47,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from onefold.comm import STEP_MOVES
-from onefold.comm.communicators import REPLICATE, mesh_of
+from onefold.comm.communicators import mesh_of
 from onefold.machine.flops import values_in
 from onefold.memory import nbytes_of
 from onefold.offload import step as offload_step
@@ -67,7 +67,6 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.optimizers import SIMULATED
 from onefold.recipe.rows import FLAT, NODE
 from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.runtime.state.checks import with_replicas
 from onefold.simulation.stand_in import Disk, stand_in
 from onefold.tracing.blocks import Checkpointing, recompute
 from onefold.tracing.calling import backward, call, loss_of
@@ -75,9 +74,6 @@ from onefold.tracing.fake import Integers, fake_batch, fake_tensors, twin_of
 
 #: Steps that are run. The first records the order of units; the last is reported.
 STEPS = 2
-_NAMES = ("pp", REPLICATE, *AXES)
-
-
 #: What ran.
 MODULE, STAND_IN = "the module", "a stand-in of the same parameters"
 
@@ -104,7 +100,7 @@ class Simulation:
         source: whose forward pass ran: `MODULE` or `STAND_IN`.
         seconds: wall-clock time of the simulation.
         notes: assumptions about values.
-        degrees, stage: the mesh, and the stage of its pipeline; None for data ranks alone.
+        degrees, stage: the mesh, and the stage of its pipeline.
     """
 
     name: str
@@ -116,9 +112,9 @@ class Simulation:
     events: tuple[Event, ...]
     source: str
     seconds: float
-    notes: tuple[str, ...] = ()
-    degrees: Degrees | None = None
-    stage: int = 0
+    notes: tuple[str, ...]
+    degrees: Degrees
+    stage: int
 
     @property
     def exact(self) -> bool:
@@ -147,7 +143,6 @@ def simulate(
     ranks: int | Degrees,
     *,
     rank: int = 0,
-    replicas: int = 1,
     micro_batches: int = 1,
     batch: Any = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
@@ -164,11 +159,9 @@ def simulate(
 
     Args:
         model: a module (real or on the meta device), a public architecture's name, a folder,
-            config.json or `module:factory`, or a shape. Of a mesh a shape.
+            config.json or `module:factory`, or a shape. Of a mesh only its shape counts.
         ranks: data-parallel ranks, or a mesh. `pp` is its slowest axis, so the rank says the stage of
             the pipeline too.
-        replicas: of the data-parallel ranks of a mesh: state is divided inside each (hybrid
-            sharding).
         micro_batches: number per step; all but the last run under `onefold.no_sync`.
         batch, loss: as `onefold.tracing.trace.trace` takes them. Without a batch, `samples` of
             `seq` tokens; only what stages of a pipeline hand on depends on them.
@@ -179,24 +172,38 @@ def simulate(
         ValueError: an impossible argument, or a forward pass that asks for unknown values.
         RuntimeError: a process group is already initialized.
     """
-    degrees = ranks if isinstance(ranks, Degrees) else Degrees(dp=max(ranks, 1))
-    world = degrees.ranks if isinstance(ranks, Degrees) else ranks
+    degrees = ranks if isinstance(ranks, Degrees) else Degrees(dp=ranks)
     if per_node is None and recipe.inner in (None, NODE):  # one node has them all
         recipe = recipe.in_groups_of(degrees.dp * degrees.cp if recipe.inner == NODE else FLAT)
-    _check(recipe, world, rank, micro_batches, optimizer)
-    begun = time.perf_counter()
-    with one_of(world, rank, per_node):
-        ran: DataRank | StageOfMesh
-        if isinstance(ranks, Degrees) and world > 1:
-            _check_mesh(recipe, degrees, replicas, micro_batches)
-            ran = StageOfMesh(model, recipe, degrees, rank, replicas, samples, seq)
+    _check(recipe, degrees, rank, micro_batches, optimizer)
+    begun, name = time.perf_counter(), ""
+    if isinstance(model, str | Path):
+        name = row.name if (row := known(model)) else ""
+        model = module_of(model, as_it_is=recipe.parameters.dtype is None)
+    shape = model if isinstance(model, ModelShape) else model_shape(model, recipe.units, name=name)
+    with one_of(degrees.ranks, rank, per_node):
+        given = shape, recipe, degrees, rank, samples, seq
+        if isinstance(model, nn.Module) and degrees.data_only:
+            ran: StandIn = OwnCode(model, batch, loss, checkpointing, *given)
         else:
-            ran = DataRank(model, recipe, rank, batch, loss, samples, seq, checkpointing)
-        plans = units_of(ran.shape, ran.planned, degrees, ran.number, per_node)
-        names = stepped_whole(ran.shape, optimizer)
+            ran = StandIn(*given)
+        plans = units_of(ran.stage, ran.recipe, degrees, ran.number, per_node)
+        names = stepped_whole(ran.stage, optimizer)
+        first = next(flat for unit in plans for flat in unit.flats)
+        owned = owned_matrices(plans, names, optimizer, place_of(first)[0])
+        program = Program(
+            plans, ran.recipe, micro_batches, optimizer=optimizer, owned=owned, held=degrees.pp > 1
+        )
+        predicted = Account(
+            rest=at_rest(plans, optimizer, owned.states if owned else None),
+            ledger=program.peak,
+            wire=program.bytes_of("move"),
+            moved=program.bytes_of("copy", "disk"),
+            sent=ran.told(program),
+        )
         with nothing_real(), quietly():
-            twin, given = ran.twin()
-            with engine_on(twin, ran.recipe, **given) as engine:
+            twin, more = ran.twin()
+            with engine_on(twin, recipe, **more) as engine:
                 # A stand-in has other names: units, buffers and parameters are in the plan's order
                 matrices = [
                     entry.param
@@ -207,114 +214,54 @@ def simulate(
                 ]
                 passes = ran.passes(twin, micro_batches)
                 optimizers = optimizers_of(twin, optimizer, matrices)
-                with ran.counting:
-                    account = steps_of(engine, passes, optimizers)
+                account = steps_of(engine, passes, optimizers)
                 events, account = events_of(engine), replace(account, sent=ran.seen(engine))
                 del twin, passes, optimizers, matrices
-    first = next(flat for unit in plans for flat in unit.flats)
-    owned = owned_matrices(plans, names, optimizer, place_of(first)[0])
-    program = Program(
-        plans, ran.planned, micro_batches, optimizer=optimizer, owned=owned, held=degrees.pp > 1
-    )
-    predicted = Account(
-        rest=at_rest(plans, optimizer, owned.states if owned else None),
-        ledger=program.peak,
-        wire=program.bytes_of("move"),
-        moved=program.bytes_of("copy", "disk"),
-        sent=ran.told(program),
-    )
     return Simulation(
-        ran.name, rank, world, micro_batches, account, predicted, events, ran.source, time.perf_counter() - begun,
-        tuple(ran.notes), ran.degrees, ran.index,
+        shape.name, rank, degrees.ranks, micro_batches, account, predicted, events, ran.source,
+        time.perf_counter() - begun, tuple(ran.notes), degrees, ran.stage.index,
     )  # fmt: skip
 
 
-class DataRank:
-    """What one of data-parallel ranks runs: a copy of the module, or a stand-in of a shape."""
-
-    degrees, index = None, 0
-
-    def __init__(
-        self, model: Any, recipe: Recipe, rank: int, batch: Any, loss: Any, samples: int, seq: int,
-        checkpointing: Checkpointing,
-    ) -> None:  # fmt: skip
-        self.number, self.integers, self.counting = rank, Integers(), nullcontext()
-        self.loss, name, units = loss or loss_of, "", recipe.units
-        if isinstance(model, str | Path):
-            name = row.name if (row := known(model)) else ""
-            model = module_of(model, as_it_is=recipe.parameters.dtype is None)
-        if isinstance(model, ModelShape):
-            self.shape, (self.module, units) = model, stand_in(model)
-            self.source, checkpointing = STAND_IN, "none"
-            self.batch: Any = torch.empty(1, device="meta")
-        elif isinstance(model, nn.Module):
-            self.shape, self.module = model_shape(model, units, name=name), model
-            self.source = MODULE
-            asker = "onefold.simulation.simulate.simulate"
-            self.batch = batch if batch is not None else tokens(model, seq, asker)(samples)
-        else:
-            raise ValueError(
-                f"a simulation was asked for {type(model).__name__}: expected a module, a name, a"
-                " folder or a ModelShape."
-            )
-        self.name, self.notes = self.shape.name, self.integers.notes
-        self.checkpointing = checkpointing
-        self.recipe = self.planned = replace(recipe, units=units)
-
-    def twin(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Return what is sharded, and further arguments of `shard`."""
-        twin = twin_of(self.module, self.integers).train()
-        recompute(twin, self.checkpointing)
-        self.batch = fake_batch(self.batch, None, self.integers)
-        return twin, {}
-
-    def passes(self, twin: nn.Module, micro_batches: int) -> Callable[[], None]:
-        """Return a function that runs the passes of one optimizer step."""
-        answers = nullcontext() if self.source == STAND_IN else _Answers(self.integers)
-        return passes_of(twin, self.batch, micro_batches, answers, self.loss)
-
-    def seen(self, engine: Any) -> dict[str, int]:
-        """Return the bytes sent by axis: {}, there is one."""
-        return {}
-
-    told = seen
-
-
-# -- a mesh --------------------------------------------------------------------------------------
-
-
-class StageOfMesh(TorchDispatchMode):
-    """One rank's stage of the pipeline. As a dispatch mode it counts the bytes sent to other stages.
+class StandIn(TorchDispatchMode):
+    """What one rank runs: a stand-in of its stage of the pipeline, whose parameters are its parts. As a
+    dispatch mode it counts the bytes sent to other stages.
 
     Attributes:
-        index, shape: of the stage. number: the rank among its ranks, which are `mesh`.
-        planned: the recipe as the engine follows it there.
+        stage: what this rank's stage has. number: the rank among those of the stage.
+        recipe: as the engine follows it there.
     """
 
-    source, notes = STAND_IN, ()
+    source: str = STAND_IN
+    notes: Sequence[str] = ()
 
     def __init__(
-        self, model: Any, recipe: Recipe, degrees: Degrees, rank: int, replicas: int, samples: int, seq: int
-    ) -> None:  # fmt: skip
+        self, model: ModelShape, recipe: Recipe, degrees: Degrees, rank: int, samples: int, seq: int
+    ) -> None:
         from torch.distributed.device_mesh import init_device_mesh
 
         super().__init__()
-        self.degrees, self.recipe, self.counting = degrees, recipe, self
-        self.index, self.number = divmod(rank, degrees.ranks // degrees.pp)
+        index, self.number = divmod(rank, degrees.ranks // degrees.pp)
+        self.model, self.stage, self.degrees = model, stages_of(model, degrees)[index], degrees
+        self.recipe, self.sizes = pipelined(recipe, degrees), (samples, seq // degrees.cp)
         self.first, self.sent = rank - self.number, 0
-        self.name, self.shape = model.name, stages_of(model, degrees)[self.index]
-        dp, *others = degrees.sizes.values()
-        sizes = degrees.pp, replicas, dp // replicas, *others
-        # Meshes have values, so they are made outside of the fake tensors
-        self.root = init_device_mesh("cpu", sizes, mesh_dim_names=_NAMES)
-        self.mesh = mesh_of(self.root[_NAMES[1:]], (REPLICATE, *DATA))
-        kinds = {divided_along(p, degrees) for p in self.shape.parameters}
-        self.cut = {d: self.root[tuple(a for a in AXES if a in d)] for d in kinds if d}
-        self.planned = pipelined(with_replicas(recipe, self.mesh), degrees)
-        # What stages hand on: a rank's tokens of a sample, and their width
-        dtype = recipe.parameters.dtype or self.shape.parameters[0].dtype
-        hidden = dims_of(model).hidden // (degrees.tp if degrees.sequence_divided else 1)
-        self.handed = torch.empty(samples, seq // degrees.cp, hidden, dtype=dtype, device="meta")
+        self.mesh: Any = None
+        self.cut: dict[tuple[str, ...], Any] = {}
+        if not degrees.data_only:
+            sizes = degrees.pp, *degrees.sizes.values()
+            # Meshes have values, so they are made outside of the fake tensors
+            self.root = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", *AXES))
+            self.mesh = mesh_of(self.root[AXES], DATA)
+            kinds = {divided_along(p, degrees) for p in self.stage.parameters}
+            self.cut = {d: self.root[tuple(a for a in AXES if a in d)] for d in kinds if d}
+
+    @property
+    def handed(self) -> torch.Tensor:
+        """What stages hand on: a rank's tokens of some samples, as wide as the model."""
+        dtype = self.recipe.parameters.dtype or self.stage.parameters[0].dtype
+        parts = self.degrees.tp if self.degrees.sequence_divided else 1
+        width = dims_of(self.model).hidden // parts
+        return torch.empty(*self.sizes, width, dtype=dtype, device="meta")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.send.default:
@@ -322,14 +269,13 @@ class StageOfMesh(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def twin(self) -> tuple[nn.Module, dict[str, Any]]:
-        """Make a stand-in of the stage whose parameters are this rank's parts, as DTensors where an
-        axis divides them. Returns it and further arguments of `shard`.
+        """Return what is sharded, whose parameters are DTensors where an axis divides them, and further
+        arguments of `shard`.
         """
         from torch.distributed.tensor import DTensor, Shard
 
-        root, names = stand_in(ModelShape("stage", self.shape.units))
-        for unit in self.shape.units:
-            module = root if unit.name == "(root)" else root.get_submodule(unit.name)
+        root, *_ = modules = stand_in(self.stage.units)
+        for module, unit in zip(modules, self.stage.units, strict=True):
             for own, p in zip(list(module._parameters), unit.parameters, strict=True):
                 shape = local_shape(p, self.degrees, self.number)
                 part = torch.empty(shape, dtype=p.dtype, device="cpu")
@@ -343,13 +289,13 @@ class StageOfMesh(TorchDispatchMode):
                 module._parameters[own] = nn.Parameter(part, requires_grad=p.trainable)
             if isinstance(module, nn.Embedding):
                 _look_up_own_rows(module)
+        names = [name for name, _ in root.named_modules() if name]
         return root.train(), {"mesh": self.mesh, "units": names}
 
     def passes(self, module: nn.Module, micro_batches: int) -> Callable[[], None]:
         """Return a function that runs the passes of one optimizer step: of a pipeline, by torch's
         schedule.
         """
-        self.micro_batches = micro_batches
         if self.degrees.pp == 1:
             return passes_of(module, torch.empty(1, device="cpu"), micro_batches)
         from torch.distributed.pipelining import Schedule1F1B
@@ -357,7 +303,7 @@ class StageOfMesh(TorchDispatchMode):
 
         from onefold.parallel import PipelineStage
 
-        stage, degrees = self.shape, self.degrees
+        stage, degrees = self.stage, self.degrees
         grad = torch.empty_like(self.handed, device="cpu")
         example = torch.empty_like(grad, requires_grad=True)
         here = PipelineStage(
@@ -378,15 +324,15 @@ class StageOfMesh(TorchDispatchMode):
         given, target = [whole] if stage.first else [], whole if stage.last else None
 
         def step() -> None:
-            with torch.enable_grad():
+            with torch.enable_grad(), self:
                 schedule.step(*given, target=target)
 
         return step
 
-    # -- what is sent ------------------------------------------------------------------------------
-
     def seen(self, engine: Any) -> dict[str, int]:
-        """Return the bytes that engine and schedule have sent, by the axes along which receivers lie."""
+        """Return the bytes that engine and schedule have sent, by the axes along which receivers lie; {} if
+        there are data ranks alone.
+        """
         out: Counter[str] = Counter(pp=self.sent // STEPS)
         groups = {
             group.name: group.ranks
@@ -395,7 +341,7 @@ class StageOfMesh(TorchDispatchMode):
             for group in (flat.group, flat.group.intra_group, flat.group.inter_group)
         }
         for event in engine.traffic.events:
-            if event.move in STEP_MOVES and event.group in groups:
+            if self.mesh and event.move in STEP_MOVES and event.group in groups:
                 out[self._along(groups[event.group], self.first)] += event.nbytes
         return dict(+out)
 
@@ -403,12 +349,12 @@ class StageOfMesh(TorchDispatchMode):
         """Return the same as the plan says."""
         out: Counter[str] = Counter()
         for op, times in program.counted():
-            if op.kind == "move":
+            if self.mesh and op.kind == "move":
                 out[self._along(op.over)] += times * round(op.nbytes)
         # A stage hands on outputs and gradients, but for the ends of the model
         if self.degrees.pp > 1:
-            ends = self.shape.first + self.shape.last
-            out["pp"] = self.micro_batches * self.handed.nbytes * (2 - ends)
+            ends = self.stage.first + self.stage.last
+            out["pp"] = program.micro_batches * self.handed.nbytes * (2 - ends)
         return dict(+out)
 
     def _along(self, ranks: Sequence[int], first: int = 0) -> str:
@@ -416,6 +362,32 @@ class StageOfMesh(TorchDispatchMode):
         at = [self.degrees.coordinates_of(rank - first) for rank in ranks]
         along = (axis for axis in AXES if len({each[axis] for each in at}) > 1)
         return " × ".join(along) or "nobody"
+
+
+class OwnCode(StandIn):
+    """A copy of the module, on data ranks alone."""
+
+    source = MODULE
+
+    def __init__(
+        self, module: nn.Module, batch: Any, loss: Any, checkpointing: Checkpointing, *given: Any
+    ) -> None:
+        super().__init__(*given)
+        self.module, self.loss, self.checkpointing = module, loss or loss_of, checkpointing
+        self.integers, (samples, seq) = Integers(), self.sizes
+        self.notes = self.integers.notes
+        if batch is None:
+            batch = tokens(module, seq, "onefold.simulation.simulate.simulate")(samples)
+        self.batch = batch
+
+    def twin(self) -> tuple[nn.Module, dict[str, Any]]:
+        twin = twin_of(self.module, self.integers).train()
+        recompute(twin, self.checkpointing)
+        return twin, {}
+
+    def passes(self, module: nn.Module, micro_batches: int) -> Callable[[], None]:
+        given = fake_batch(self.batch, None, self.integers)
+        return passes_of(module, given, micro_batches, _Answers(self.integers), self.loss)
 
 
 def _look_up_own_rows(module: nn.Embedding) -> None:
@@ -589,8 +561,10 @@ def steps_of(
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def _check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer: str) -> None:
-    """Raise ValueError or RuntimeError for what the simulation does not support at all."""
+def _check(
+    recipe: Recipe, degrees: Degrees, rank: int, micro_batches: int, optimizer: str
+) -> None:
+    """Raise ValueError or RuntimeError for what the simulation does not support."""
     codecs = recipe.parameters.codec, recipe.gradients.codec, recipe.frozen
     if any(codecs):
         raise ValueError(
@@ -598,8 +572,8 @@ def _check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer:
             f" {', '.join(filter(None, codecs))}: leave codecs out. The plan itself counts their"
             " bytes."
         )
-    if ranks < 1 or not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} of {ranks}: expected a rank below their number.")
+    if not 0 <= rank < degrees.ranks:
+        raise ValueError(f"rank {rank} of {degrees.ranks}: expected a rank below their number.")
     if micro_batches < 1:
         raise ValueError(f"{micro_batches} micro-batches: expected at least 1.")
     if optimizer not in SIMULATED:
@@ -613,10 +587,6 @@ def _check(recipe: Recipe, ranks: int, rank: int, micro_batches: int, optimizer:
             " its own: simulate before init_process_group, or in another process (`onefold plan"
             " --simulate`)."
         )
-
-
-def _check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: int) -> None:
-    """Raise ValueError for what the simulation of a mesh does not support."""
     if degrees.chunks > 1:
         raise ValueError(
             f"a simulation of {degrees.chunks} chunks a stage: it runs pipelines of one chunk. The plan"
@@ -628,13 +598,9 @@ def _check_mesh(recipe: Recipe, degrees: Degrees, replicas: int, micro_batches: 
             " least one for each stage. Give more (--global-batch)."
         )
     tiers = {recipe.parameters.tier, recipe.optimizer.tier} - {Tier.DEVICE}
-    if tiers or recipe.offload_activations is not None or recipe.step_in_backward:
+    away = tiers or recipe.offload_activations is not None or recipe.step_in_backward
+    if away and not degrees.data_only:
         raise ValueError(
             "offload or steps in the backward pass in a simulation of a mesh: it runs state on"
             " the device only. Leave them out, or simulate data-parallel ranks alone."
-        )
-    each = degrees.sizes["dp"]
-    if replicas < 1 or each % replicas:
-        raise ValueError(
-            f"{replicas} replicas of {each} data-parallel ranks: expected a number that divides them."
         )

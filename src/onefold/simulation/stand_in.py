@@ -1,7 +1,7 @@
 """Make a stand-in for a shape: a module with the same parameters.
 
     ModelShape   (root) | embed | layer 0 | layer 1 | head
-    stand-in     one module per unit, in this order, under the same path; parameters in their order
+    stand-in     one module per unit, in this order and as they lie in each other; parameters in their order
     forward      x ─► reads all parameters ─► x    backward     reads them again, gives each a gradient
 
 With a stand-in the engine gathers, reduces and steps exactly what it would with the model. The
@@ -10,13 +10,14 @@ stand-in itself computes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from onefold.offload.nvme import PAGE, Region, Transfer
-from onefold.plan.shapes import ModelShape, UnitShape
+from onefold.plan.shapes import UnitShape
 
 
 class _Read(torch.autograd.Function):
@@ -40,68 +41,44 @@ class _Block(nn.Module):
     its parameters (a last norm, a tied head) after them.
     """
 
-    def __init__(self, unit: UnitShape | None) -> None:
+    def __init__(self, unit: UnitShape) -> None:
         super().__init__()
-        self.names: list[str] = []
-        self.inner: list[str] = []
-        for at, p in enumerate(unit.parameters if unit is not None else ()):
-            self.names.append(f"own_{at}")
+        for at, p in enumerate(unit.parameters):
             empty = torch.empty(p.shape, dtype=p.dtype, device="meta")
-            self.register_parameter(self.names[-1], nn.Parameter(empty, requires_grad=p.trainable))
+            self.register_parameter(f"own_{at}", nn.Parameter(empty, requires_grad=p.trainable))
+        self.names = [*self._parameters]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        own = [getattr(self, name) for name in self.names]
-        if own and self.inner:
+        own, inner = [getattr(self, name) for name in self.names], [*self.children()]
+        if own and inner:
             x = _Read.apply(x, own[0])
         row = torch.zeros(1, dtype=torch.long, device="cpu")  # any row of an embedding would do
-        for path in self.inner:
-            module = self.get_submodule(path)
+        for module in inner:
             looks_up = type(module) is nn.Embedding
             x = x + module(row).sum() if looks_up else module(x)
         return _Read.apply(x, *own) if own else x
 
 
-def stand_in(shape: ModelShape) -> tuple[nn.Module, list[str]]:
-    """Make a module with the parameters of `shape` on the meta device. Returns it and the names of
-    its units, for `onefold.shard(units=...)`.
+def stand_in(units: Sequence[UnitShape]) -> list[nn.Module]:
+    """Make a module with the parameters of `units` on the meta device. Returns the module of each unit;
+    the first is the root, which the others lie in.
 
-    The module takes a tensor [1] that requires no gradient, and returns a tensor [1].
+    The root takes a tensor [1] that requires no gradient, and returns a tensor [1].
     """
-    around = next((u for u in shape.units if u.name == "(root)"), None)
-    root = _Block(around)
-    placed: dict[str, _Block] = {"": root}
-    for unit in shape.units:
-        if unit is around:
-            continue
+    placed: dict[str, nn.Module] = {}
+    for unit in units:
         module: nn.Module = _Block(unit)
         if unit.looks_up_only and len(unit.parameters) == 1 and len(unit.parameters[0].shape) == 2:
             only = unit.parameters[0]
             module = nn.Embedding(only.shape[0], only.shape[1], device="meta", dtype=only.dtype)
             module.weight.requires_grad_(only.trainable)
-        owner, path = _owner(placed, unit.name)
-        _put(owner, path, module)
-        owner.inner.append(path)
-        if isinstance(module, _Block):
-            placed[unit.name] = module
-    return root, [u.name for u in shape.units if u is not around]
-
-
-def _owner(placed: dict[str, _Block], name: str) -> tuple[_Block, str]:
-    """Return the innermost unit around `name`, and the path from that unit."""
-    parts = name.split(".")
-    at = next(n for n in range(len(parts) - 1, -1, -1) if ".".join(parts[:n]) in placed)
-    return placed[".".join(parts[:at])], ".".join(parts[at:])
-
-
-def _put(owner: nn.Module, path: str, module: nn.Module) -> None:
-    *folders, last = path.split(".")
-    for folder in folders:
-        if folder not in owner._modules:
-            owner.add_module(folder, nn.Module())
-        inside = owner._modules[folder]
-        assert inside is not None
-        owner = inside
-    owner.add_module(last, module)
+        around = unit.name
+        while around and around not in placed:
+            around = around.rpartition(".")[0]
+        if placed:  # inside the innermost unit around it
+            placed[around].add_module(unit.name.replace(".", "_"), module)
+        placed[unit.name if placed else ""] = module
+    return [*placed.values()]
 
 
 # -- a disk ----------------------------------------------------------------------------------------
