@@ -326,15 +326,11 @@ def peak_of(program: Program, activity: Activity, states: int, fragmented: float
     """Return the categories of the moment that is largest with fragmentation. `states`: bytes of the
     optimizer's.
     """
-    highest, rows = program.highest, list[dict[str, int]]()
-    last: dict[str, Mapping[str, int]] = {}
-    for (phase, _), held in highest.items():
-        last[phase] = max(last.get(phase, held), held, key=lambda by: sum(by.values()))
-    updating = program.owned.beside if program.owned else 0
-    for at in {**highest, **activity.passes}:
+    rows, updating = list[dict[str, int]](), program.owned.beside if program.owned else 0
+    for at, held in program.highest.items():
         found = activity.passes.get(at, Pass())
         row = {
-            **(highest.get(at) or last.get(at[0], {})),
+            **held,
             ACTIVATIONS: found.nbytes - found.logits - found.gradients,
             LOGITS: found.logits,
             TEMPORARY: updating if at[0] == "step" else found.gradients,

@@ -19,7 +19,6 @@ takes no others. Embeddings, the head, norms and biases are then stepped by the 
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -199,8 +198,8 @@ def touched_by(optimizer: KnownOptimizer) -> int:
 def _buffers(
     todo: Sequence[Sequence[Matrix]], owners: Mapping[int, int], ranks: int, times: int, host: bool
 ) -> list[int]:
-    """Return the elements of each rank's buffers at most, in the order of events of the step
-    (optim/whole.py). `times`: 2 if masters travel with the gradients.
+    """Return the elements of each rank's buffers at most (optim/whole.py). `times`: 2 if masters travel
+    with the gradients.
     """
     if ranks == 1:  # each is stepped where it lies
         return [0]
@@ -217,15 +216,18 @@ def _buffers(
             # One piece alone is sent from where it lies, to where it belongs
             if len(sizes) > 1 or host:
                 pieces.update({(at, place): sum(sizes) for place in ends})
-    found = []
-    for p in range(ranks):
-        changes = [2 * own[0, p], times * pieces[0, p]]  # masters and gradients
-        for at in range(len(todo)):  # the next arrive, these are stepped, the last are back
-            changes += [2 * own[at + 1, p], times * pieces[at + 1, p]]
-            changes += [-times * pieces[at, p], -own[at, p], -pieces[at - 1, p], -own[at - 1, p]]
-            changes.append(pieces[at, p])
-        found.append(max(itertools.accumulate(changes)))
-    return found
+
+    def arrive(at: int, place: int) -> int:  # masters and gradients
+        return 2 * own[at, place] + times * pieces[at, place]
+
+    # While a round arrives, the one before is stepped, and masters and pieces of the last go back
+    return [
+        max(
+            own[at - 1, place] + pieces[at - 1, place] + arrive(at, place) + arrive(at + 1, place)
+            for at in range(len(todo))
+        )
+        for place in range(ranks)
+    ]
 
 
 def _temporaries(matrix: Matrix, item: int, products: bool) -> int:

@@ -56,7 +56,7 @@ from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import GROUP
-from onefold.runtime.gather import backwards
+from onefold.runtime.gather import backwards, last_units
 from onefold.runtime.reduce import are_large, is_due
 
 _FP32 = 4
@@ -77,13 +77,11 @@ class Op:
         nbytes: see the table above. flops: of an update's products.
         over: the ranks of the stage among which it moves. ring: each rank sends the same to all, in a
             ring. calls: successive messages.
-        micro: the micro-batch that issues it.
+        micro: the micro-batch that issues it. unit, phase: of a pass.
     """
 
     kind: Kind
     lane: str
-    unit: str
-    phase: str
     nbytes: float = 0
     move: str = ""
     over: Sequence[int] = ()
@@ -92,6 +90,8 @@ class Op:
     flops: float = 0
     after: tuple[int, ...] = ()
     micro: int = 0
+    unit: str = ""
+    phase: str = ""
     begin: float = 0.0
     end: float = 0.0
 
@@ -193,8 +193,6 @@ class Program:
 
     def __post_init__(self) -> None:
         units, recipe = self.rank, self.recipe
-        if self.micro_batches < 1:
-            raise ValueError(f"{self.micro_batches} micro-batches: expected at least 1.")
         flats = [flat for unit in units for flat in unit.flats]
         self.ledger = MemoryLedger()
         self.pool = Pool(torch.device("meta"), self.ledger)
@@ -205,6 +203,11 @@ class Program:
         self.ahead = recipe.units_ahead(any(f.topology.two_levels for f in flats))
         self.unsharded = all(f.unsharded for f in flats)
         self.outer = outer(units)
+        # In the order of the forward pass, and of the backward pass
+        self.gathered = [u for u in self.units if not u.plan.resident]
+        self.needed = [u for u in backwards(self.gathered) if not u.plan.looks_up_only]
+        turns = self.gathered and recipe.reshard_after_forward
+        self.turning = last_units(self.gathered, self.needed) if turns else set()
         # The embedding is a unit, so the root holds a final norm or a head
         self.ends_first = any(u.looks_up_only for u in units)
         # How often a step hands sums over. With more than once, steps wait for the last
@@ -235,7 +238,7 @@ class Program:
             self._forward()
             self.holding = not last and not boundary and group
             self._backward(deferring=not last and boundary)
-        self.unit, self.phase, whole = "", "step", self.owned.buffers if self.owned else 0
+        self.phase, whole = "step", self.owned.buffers if self.owned else 0
         self._update()
         self.ledger.add(OWNED, whole)
         self._moment("(optimizer)")
@@ -279,32 +282,23 @@ class Program:
             return max(after, default=-1)
         waits = tuple(i for i in after if i >= 0)
         self.ops.append(
-            Op(
-                kind,
-                lane,
-                self.unit,
-                self.phase,
-                nbytes or 0,
-                after=waits,
-                micro=self.micro,
-                **facts,
-            )
+            Op(kind, lane, nbytes or 0, after=waits, micro=self.micro, **facts)
         )
         self.last[lane] = len(self.ops) - 1
         return self.last[lane]
 
     def _pass(self, unit: Unit) -> None:
         """The model computes with a unit, and its layers send along other axes."""
-        self.unit = name = unit.plan.name
+        name, phase = unit.plan.name, self.phase
         arrival, unit.arrival = unit.arrival, []
         away = self.away.get(name, 0)
-        if self.phase == "backward":  # fetched while the unit before runs
+        if phase == "backward":  # fetched while the unit before runs
             arrival.append(self._copy("up", away, self.passes[-2:-1]))
-        self.passes.append(self._op("pass", COMPUTE, after=arrival))
+        self.passes.append(self._op("pass", COMPUTE, after=arrival, unit=name, phase=phase))
         for axis, nbytes, calls, over in self.layers.get(name, ()):
             ring = axis != "ep"
             self._op("layer", COMPUTE, nbytes, move=axis, calls=calls, over=over, ring=ring)
-        if self.phase == "forward":
+        if phase == "forward":
             self._copy("down", away, self.passes[-1:])
 
     def _copy(self, move: str, nbytes: float, after: Sequence[int] = ()) -> int:
@@ -324,7 +318,6 @@ class Program:
 
     def _gathers(self, unit: Unit, flat: ShardSpec) -> None:
         """Make the whole of a buffer, from masters or a copy of them."""
-        self.unit = unit.plan.name
         after = self.last.get(COMPUTE, -1)
         if self._reads(flat) and flat.own:
             if flat.gather_codec is not None:
@@ -343,8 +336,8 @@ class Program:
     # -- forward -----------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        self.coming = [u for u in self.units if not u.plan.resident]
-        self.renewing, self.unit, self.phase = self.micro == 0, "", "forward"
+        self.coming = [*self.gathered]
+        self.renewing, self.phase = self.micro == 0, "forward"
         for unit in self.units if self.renewing else ():  # resident buffers are stale after a step
             for flat in unit.plan.flats:
                 if flat.resident and flat.trainable:
@@ -365,7 +358,7 @@ class Program:
         if unit.plan.name in self.outer:  # what follows the units inside
             self._pass(unit)
         self._moment(unit.plan.name)
-        if unit.plan.turns:  # it stays gathered for the backward pass
+        if unit in self.turning:  # it stays gathered for the backward pass
             self.unused.add(unit)
         elif unit.gathered and self.recipe.reshard_after_forward:
             self._release(unit)
@@ -379,7 +372,6 @@ class Program:
             self._launch(unit)
         self._arrive(unit)
         if unit.arrival:  # what is launched from now on comes after it
-            self.unit = unit.plan.name
             self._op("wait", COMPUTE, after=unit.arrival)
             unit.arrival = []
         if unit not in self.unused:
@@ -441,20 +433,17 @@ class Program:
     # -- backward ----------------------------------------------------------------------------------
 
     def _backward(self, deferring: bool) -> None:
-        self.unit, self.phase, self.deferring, self.renewing = "", "backward", deferring, False
+        self.phase, self.deferring, self.renewing = "backward", deferring, False
         self.under_way: list[Reduction] = []
         self.on_next_hop: list[Reduction] = []
         # Bytes of sums that were sent on, and what `.grad` keeps of them
         self.sent_on: list[tuple[int, int]] = []
         self.adding = 0  # bytes in which the device adds to gradients on the host
-        order = backwards(self.units)
-        self.coming = [
-            u for u in order if not (u.plan.resident or u.plan.looks_up_only or u.gathered)
-        ]
+        self.coming = [u for u in self.needed if not u.gathered]
         around: list[Unit] = []
         # The root, if it only holds what follows the blocks: it completes before them
         tail: list[Unit] = []
-        for unit in order:
+        for unit in backwards(self.units):
             if tail and any(c.isdigit() for c in unit.plan.name):
                 self._complete(tail.pop())
             while around and not around[-1].encloses(unit):
@@ -490,7 +479,6 @@ class Program:
 
     def _complete(self, unit: Unit) -> None:
         """Handle the last gradient of a unit."""
-        self.unit = unit.plan.name
         if self.unsharded:
             self._own_gradients(unit)
         flats = self._store(unit)
@@ -542,7 +530,7 @@ class Program:
         for at, hop in enumerate(flat.hops):
             r.is_last, r.sent_bytes = at + 1 == len(flat.hops), hop.span * wire
             encodes, adds = flat.encodes(hop), flat.added_by(hop)
-            self.unit, others, part = r.unit.plan.name, hop.size - 1, hop.own * wire
+            others, part = hop.size - 1, hop.own * wire
             if d.sums != d.wire and (at or self.late):
                 # Parts for others are cast to the wire's dtype; this rank's stays, in the wider dtype
                 cast = others * (d.sums.itemsize + wire) + d.sums.itemsize - wire
@@ -569,7 +557,6 @@ class Program:
             taken = [self.pool.take(room.received, room.dtype, REDUCTION)] if room.rows else []
             total = self._total(r, hop, landed) if at_once else None
             yield
-            self.unit = r.unit.plan.name
             self._op("wait", COMPUTE, after=(done,))
             if sent is not None and encodes:
                 taken.append(sent)

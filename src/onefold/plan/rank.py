@@ -234,14 +234,12 @@ class UnitPlan:
 
     Attributes:
         ranks: of each buffer, the ranks of the stage that hold it.
-        turns: it stays gathered from the forward to the backward pass; see `at_the_turn`.
     """
 
     name: str
     flats: tuple[ShardSpec, ...]
     ranks: tuple[Sequence[int], ...]
     looks_up_only: bool
-    turns: bool = False
 
     @property
     def path(self) -> str:
@@ -317,9 +315,7 @@ def units_of(
             holders.append(held)
         return UnitPlan(unit.name, tuple(flats), tuple(holders), unit.looks_up_only)
 
-    units = [unit_plan(u, index in away) for index, u in enumerate(model.units)]
-    turning = at_the_turn(units) if recipe.reshard_after_forward else set()
-    return [replace(u, turns=True) if u.name in turning else u for u in units]
+    return [unit_plan(u, index in away) for index, u in enumerate(model.units)]
 
 
 def holding(degrees: Degrees, divided: tuple[str, ...], rank: int = 0) -> Sequence[int]:
@@ -354,15 +350,6 @@ def _groups(
     nodes = nodes_of(ranks, per_node)
     topology = Topology(len(ranks), inner_of(inner, nodes))
     return topology, flat_over(nodes, topology)
-
-
-def at_the_turn(units: Sequence[UnitPlan]) -> set[str]:
-    """Return the names of the units that a forward pass uses last and the backward pass first
-    (runtime/flat.py): the last gathered unit and the units around it.
-    """
-    gathered = [u for u in units if not u.resident]
-    around = [u for u in gathered if u is gathered[-1] or u.encloses(gathered[-1])]
-    return {u.name for u in around if not u.looks_up_only}
 
 
 def rests_encoded(p: Parameter, recipe: Recipe) -> bool:

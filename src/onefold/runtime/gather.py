@@ -247,7 +247,7 @@ def backwards(units: Sequence[Any]) -> list[Any]:
     return [unit for head, *rest in reversed(groups) for unit in (head, *backwards(rest))]
 
 
-def last_units(forward: Sequence[Unit], backward: Sequence[Unit]) -> set[Unit]:
+def last_units(forward: Sequence[Any], backward: Sequence[Any]) -> set[Any]:
     """Return the units that a forward pass uses last and its backward pass first, with no other
     unit in between. `forward` and `backward` are units in the order of use.
 
