@@ -240,17 +240,18 @@ def planned(
     """
     from onefold.device.copies import WINDOW
     from onefold.plan.modules import model_shape
+    from onefold.plan.offloaded import offloaded_bytes
     from onefold.plan.program import Program
     from onefold.plan.rank import units_of
-    from onefold.plan.states import at_rest, offloaded_bytes
+    from onefold.plan.states import at_rest
 
     shape = model_shape(module, recipe.units)
     units = units_of(shape, recipe, ranks, rank, per_node or None, native)
     window = WINDOW if streams else 0
     program = Program(units, recipe, micro_batches, window, native, optimizer)
-    away = offloaded_bytes(units, recipe, micro_batches, optimizer, streams)
+    away, at_most = offloaded_bytes(program)
     by_link = _by_link(program, per_node, rank)
-    rest = {"device": at_rest(units, optimizer), **{t: dict(h) for t, h in away.rest.items()}}
+    rest = {"device": at_rest(units, optimizer), **away}
     spare = sum(rest["host"].pop(name, 0) for name in SPARE)
     return Planned(
         {tier: held for tier, held in rest.items() if held},
@@ -259,7 +260,7 @@ def planned(
         {move: n for move, n in by_link["between"].items() if n},
         program.bytes_of("copy", "disk"),
         sum(program.peak.values()),
-        away.host,
+        sum(at_most["host"].values()),
         spare,
         program.ledger.now(),
     )

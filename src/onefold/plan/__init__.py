@@ -5,6 +5,7 @@
 | What is asked, on which machine?              | `job`, `degrees`, `hardware`, `api`        |
 | What is the model?                            | `shapes`, `modules`, `subject`             |
 | What does a rank hold between steps?          | `rank`, `states`, `owned`, `reserve`       |
+| What does it hold off its device?             | `offloaded`                                |
 | What do a micro-batch's activations hold?     | `activity`                                 |
 | What does a step do, and hold meanwhile?      | `program`                                  |
 | How long does it take?                        | `times`                                    |

@@ -46,6 +46,7 @@ from onefold.plan.activity import OnHost, divided, on_host
 from onefold.plan.degrees import AXES, Degrees, dims_of
 from onefold.plan.hardware import Machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
+from onefold.plan.offloaded import HOST, offloaded_bytes
 from onefold.plan.owned import Balance, owned_matrices, stepped_whole
 from onefold.plan.program import Layer, Program
 from onefold.plan.rank import Stage, divided_along, exchanges, holding, rule_of, stages_of, units_of
@@ -60,12 +61,7 @@ from onefold.plan.schema import (
     Account,
 )
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import (
-    HOST,
-    at_rest,
-    filled,
-    offloaded_bytes,
-)
+from onefold.plan.states import at_rest, filled
 from onefold.plan.times import (
     between,
     slowest_of,
@@ -249,11 +245,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         found.append((stage, program, kept, rest, peak))
     slowest = max(found, key=lambda one: one[2].activity.flops)
     stage, program, kept, rest, peak = max(found, key=lambda one: sum(one[-1].values()))
-    owned = program.owned
-    away = offloaded_bytes(
-        program.rank, recipe, accumulation, job.optimizer, program.window > 0, owned.host_states if owned else None
-    )  # fmt: skip
-    held = {tier: dict(by) for tier, by in away.peak.items()}
+    owned, (_, held) = program.owned, offloaded_bytes(program)
     if kept.nbytes:
         held[HOST][ACTIVATIONS] = kept.nbytes
     seconds, busy, notes = dict[str, float](), dict[str, float](), tuple[str, ...]()

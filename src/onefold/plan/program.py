@@ -46,12 +46,12 @@ from typing import Any, Literal
 import torch
 
 from onefold.comm import OWNERS
-from onefold.device import within
+from onefold.device import chunk_for, within
 from onefold.layout import Hop, Level, ShardSpec, Topology
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, OWNED, REDUCTION, MemoryLedger, Pool
 from onefold.plan.owned import Owned, touched_by
 from onefold.plan.rank import UnitPlan, outer
-from onefold.plan.states import adds_on_device, resting, states_on_disk, sums_chunk
+from onefold.plan.states import at_rest, states_on_disk
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED
@@ -210,11 +210,10 @@ class Program:
         self.turning = last_units(self.gathered, self.needed) if turns else set()
         # The embedding is a unit, so the root holds a final norm or a head
         self.ends_first = any(u.looks_up_only for u in units)
-        # How often a step hands sums over. With more than once, steps wait for the last
         boundary, group = recipe.reduces_at == "boundary", recipe.gradients.over == GROUP
-        self.steps_in_backward = recipe.step_in_backward and (
-            boundary or group or self.micro_batches == 1
-        )
+        # A step hands sums over several times. Steps in the backward pass wait for the last
+        self.again = self.micro_batches > 1 and not (boundary or group)
+        self.steps_in_backward = recipe.step_in_backward and not self.again
         # Gradients of several micro-batches are kept whole until the boundary
         self.late = boundary and self.micro_batches > 1
         self.highest: dict[tuple[str, str], dict[str, int]] = {}
@@ -228,9 +227,8 @@ class Program:
         self.has_grad: set[int] = set()
         self.leaving: list[int] = []  # gradients that copies to the host read
         self.unused: set[Unit] = set()  # units that are gathered and not yet used
-        for flat in flats:
-            for category, nbytes in resting(flat).items():
-                self.ledger.add(category, nbytes)
+        for category, nbytes in at_rest(units, held=0).items():
+            self.ledger.add(category, nbytes)
         self.ledger.reset_peak()
         few = min(self.micro_batches, 3)
         for self.micro in range(few):
@@ -637,8 +635,12 @@ class Program:
 
     def _go_down(self, flat: ShardSpec, nbytes: int, again: bool) -> None:
         """Copies to the host read sums as long as the window allows: the slowest case."""
-        if not self.adding and adds_on_device(flat, again):
-            self.adding = 2 * sums_chunk(self.rank)
+        assert flat.tiers is not None
+        # They are added to those on the host, or cast, in two buffers on the device
+        adds = again and not flat.tiers.gradients.on_disk
+        if not self.adding and (adds or flat.landed != flat.dtypes.master):
+            away = (f for u in self.rank for f in u.flats if f.tiers is not None)
+            self.adding = 2 * chunk_for(max(f.own * f.dtypes.master.itemsize for f in away))
             self.ledger.add(LEAVING, self.adding)
         self.leaving.append(nbytes)
         self.ledger.add(LEAVING, nbytes)

@@ -3,7 +3,7 @@
 
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. One
 rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced gets the
-stage that needs least. The plan accounts for offloaded state (plan/states.py).
+stage that needs least. The plan accounts for offloaded state (plan/offloaded.py).
 
 With tensor or expert parallelism the plan counts a rank of the mesh.
 """

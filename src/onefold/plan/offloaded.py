@@ -1,0 +1,136 @@
+"""What a rank holds off its device, between steps and in a step.
+
+                 host                                            a disk
+    at rest      masters, moments, parameters: by their rows     the same, and gradients, which keep their place
+    in a step    + gradients, from their reduction to the end    –
+                 + chunks on their way to and from the disk
+
+Tests compare it with the engine's ledgers: bytes at rest are exact, the host's in a step are a bound.
+The tiers are ZeRO-Offload's (Ren et al. 2021, section 4.1) and ZeRO-Infinity's (Rajbhandari et al.
+2021, 5.1).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from onefold.device.copies import HOST_COPIES, HOST_WINDOWS, WINDOW
+from onefold.layout import ShardSpec, round_up
+from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
+from onefold.offload.step import AHEAD, BEHIND, WAITING
+from onefold.offload.transfers import BEHIND as WRITES
+from onefold.plan.program import Program
+from onefold.plan.states import filled, moments, states_on_disk, stays_in_memory
+from onefold.recipe import Tier
+from onefold.recipe.optimizers import PLANNED
+from onefold.recipe.options import SECTOR
+from onefold.recipe.rows import OFF_DEVICE
+
+HOST = Tier.HOST.value
+_CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
+
+#: By tier ("host", "nvme", ...) and category.
+Held = dict[str, dict[str, int]]
+
+
+def offloaded_bytes(program: Program) -> tuple[Held, Held]:
+    """Return (bytes between steps, gradients dropped; bytes in a step, at most). Not counted: masters of
+    the host that it has cast for the device, usually those of one or two units.
+    """
+    flats = [f for u in program.rank for f in u.flats if f.tiers is not None]
+    rest = {tier.value: Counter[str]() for tier in OFF_DEVICE}
+    for flat in flats:
+        for tier, kind, nbytes in flat.offloaded:
+            rest[tier.value][_CATEGORIES[kind]] += nbytes
+        for where, nbytes in _moments(program, flat).items():
+            rest[where][MOMENTS] += nbytes
+    trained, made = [f for f in flats if f.trainable and f.own], rest[HOST][MOMENTS]
+    rest[HOST][MOMENTS] += program.owned.host_states if program.owned else 0
+    passing = Counter(
+        {
+            GRADIENTS: _gradients(program, trained, made),
+            STAGING: _staging(program, flats, trained),
+        }
+    )
+    peak = rest | {HOST: rest[HOST] + passing}
+    if program.window:  # pinned, and therefore kept
+        rest[HOST][IDLE] = passing[STAGING] + passing[GRADIENTS]
+    at_rest, at_most = ({tier: filled(by) for tier, by in held.items()} for held in (rest, peak))
+    return at_rest, at_most
+
+
+def _moments(program: Program, flat: ShardSpec) -> dict[str, int]:
+    """Return the bytes of moments of one flat buffer by tier, but for those of whole matrices. In files
+    they have room for padding too. Memory keeps Adam's counts, and moments too small to be packed.
+    """
+    if not flat.trainable or program.owned is not None:
+        return {}
+    tier, every = program.recipe.optimizer.tier, moments(flat, program.optimizer)
+    if not tier.on_disk:
+        return {tier.value: every}
+    states = PLANNED[program.optimizer].elementwise_states
+    slots = [slot for slot in flat.layout.slots if not stays_in_memory(flat, slot)]
+    packed = sum(flat.moment_bytes(slot, states) for slot in slots)
+    return {
+        tier.value: states_on_disk(flat, flat.own, program.optimizer),
+        HOST: every - packed,
+    }
+
+
+# -- in a step -------------------------------------------------------------------------------------
+
+
+def _gradients(program: Program, trained: Sequence[ShardSpec], made: int) -> int:
+    """Return the host's bytes of gradients, at most. `made`: those of moments there, which the first
+    step makes.
+    """
+    streams, on_disk = program.window > 0, program.recipe.gradients.tier.on_disk
+    kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
+    stay = 0 if on_disk else sum(kept)
+    if program.steps_in_backward:
+        # The first step runs after the backward pass, and moments take the place of gradients, unless
+        # these are pinned
+        stay = max(sum(kept[: WAITING + 1]), stay - (0 if streams else made))
+    # Sums land beside the kept gradients if those are on a disk, or if the host casts or adds
+    beside = [
+        f.own * (f.dtypes.master if streams else f.landed).itemsize
+        for f in trained
+        if on_disk or (not streams and (program.again or f.landed != f.dtypes.master))
+    ]
+    return stay + max(beside, default=0)
+
+
+def _staging(program: Program, flats: Sequence[ShardSpec], trained: Sequence[ShardSpec]) -> int:
+    """Return the host's bytes of data on its way to and from disks, at most: those of a backward pass
+    and of a step, since pinned buffers of one size do not make way for those of another.
+    """
+    parameters, gradients, optimizer = (row.tier for row in program.recipe.rows)
+    if not (optimizer.on_disk and trained):
+        return 0
+    chunk = min(program.recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
+    # Chunks of masters, gradients and moments that are read, stepped and written
+    many, out = sum(-(-f.own // chunk) for f in trained), 0
+    out += min(many, AHEAD + 1 + BEHIND) * max(
+        (1 + gradients.on_disk) * chunk * f.dtypes.master.itemsize
+        + states_on_disk(f, chunk, program.optimizer)
+        for f in trained
+    )
+    # Gradients and compute copies that wait for the disk
+    out += (WRITES + 1) * chunk * max(
+        gradients.on_disk * f.dtypes.master.itemsize + f.lies_apart * f.dtypes.compute.itemsize
+        for f in trained
+    )
+    if parameters.on_disk:  # units that are read for gathers
+        read = Counter(f.own * f.dtypes.compute.itemsize for f in flats)
+        out += sum(nbytes * min(n, 2 + program.ahead) for nbytes, n in read.items())
+    elif parameters is Tier.DEVICE and program.window:
+        # New masters are cast for the device: so many, if copies lag behind
+        casts = Counter(
+            min(chunk, f.own - a) * f.dtypes.compute.itemsize * (f.dtypes.compute != f.dtypes.master)
+            for f in trained
+            for a in range(0, f.own, chunk)
+        )
+        limit = max(HOST_WINDOWS * WINDOW, HOST_COPIES * max(casts))
+        out += sum(min(nbytes * n, limit + nbytes) for nbytes, n in casts.items())
+    return out
