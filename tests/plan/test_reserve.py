@@ -9,9 +9,10 @@ import pytest
 
 from onefold.plan.api import Plan
 from onefold.plan.api import planned as plan
+from onefold.plan.degrees import Degrees
 from onefold.plan.hardware import Machine, machine
 from onefold.plan.job import Job
-from onefold.plan.rank import exchanges
+from onefold.plan.rank import units_of
 from onefold.plan.reserve import (
     CHANNEL,
     COMMUNICATOR,
@@ -20,6 +21,7 @@ from onefold.plan.reserve import (
     Reserve,
     reserve_of,
 )
+from onefold.plan.shapes import ModelShape
 from onefold.recipe import Recipe
 
 H100 = 32 * CHANNEL  # of one peer in the node
@@ -31,8 +33,9 @@ def on(gpus: int, per_node: int = 8, gpu: str = "h100-80") -> Machine:
 
 def reserved(there: Machine, **options: Any) -> Reserve:
     recipe = Recipe.zero(3, precision="bf16", **options)
-    topology, decided = exchanges(range(there.ranks), recipe, there.node_ranks, True, there.ranks)
-    return reserve_of(decided, there, topology)
+    shape, degrees = ModelShape.of_size(10**6), Degrees(dp=there.ranks)
+    units = units_of(shape, recipe, degrees, per_node=there.node_ranks, nccl=True)
+    return reserve_of(units, there, degrees)
 
 
 @pytest.mark.parametrize(

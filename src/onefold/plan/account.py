@@ -49,7 +49,7 @@ from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.offloaded import HOST, offloaded_bytes
 from onefold.plan.owned import Balance, owned_matrices, stepped_whole
 from onefold.plan.program import Layer, Program
-from onefold.plan.rank import Stage, divided_along, exchanges, holding, rule_of, stages_of, units_of
+from onefold.plan.rank import Stage, divided_along, holding, rule_of, stages_of, units_of
 from onefold.plan.reserve import Reserve, reserve_of
 from onefold.plan.schema import (
     ACTIVATIONS,
@@ -61,7 +61,7 @@ from onefold.plan.schema import (
     Account,
 )
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import at_rest, filled
+from onefold.plan.states import filled
 from onefold.plan.times import (
     between,
     slowest_of,
@@ -234,17 +234,10 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
             stage, degrees, recipe, machine.node_ranks, tuple(kept.moved.items()),
             tuple(in_layers(question, scheme, stage)), job.optimizer, not machine.shared, accumulation,
         )  # fmt: skip
-        owned = program.owned
-        rest = at_rest(program.rank, job.optimizer, owned.states if owned else None)
-        peak = peak_of(
-            program,
-            kept.activity,
-            rest.get(MOMENTS, 0),
-            0.0 if machine.is_here else FRAGMENTED,
-        )
-        found.append((stage, program, kept, rest, peak))
+        peak = peak_of(program, kept.activity, 0.0 if machine.is_here else FRAGMENTED)
+        found.append((stage, program, kept, peak))
     slowest = max(found, key=lambda one: one[2].activity.flops)
-    stage, program, kept, rest, peak = max(found, key=lambda one: sum(one[-1].values()))
+    stage, program, kept, peak = max(found, key=lambda one: sum(one[-1].values()))
     owned, (_, held) = program.owned, offloaded_bytes(program)
     if kept.nbytes:
         held[HOST][ACTIVATIONS] = kept.nbytes
@@ -264,7 +257,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
     model_flops = model.flops_per_token(job.seq) * tokens / machine.ranks
     step = seconds.get("step", 0.0)
     account = Account(
-        rest=filled(rest),
+        rest=program.rest,
         peak=filled(peak),
         ledger=dict(program.peak),
         offloaded={tier: by for tier, by in held.items() if by},
@@ -278,8 +271,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         tokens_per_s=tokens / step if step else 0.0,
         mfu=model_flops / (step * machine.peak(job.computes)) if step else None,
     )
-    kinds = {divided_along(p, degrees) for p in stage.parameters}
-    reserve = Reserve() if machine.is_here else _reserve(machine, degrees, recipe, kinds)
+    reserve = Reserve() if machine.is_here else reserve_of(program.rank, machine, degrees)
     usable, host = max(0, machine.capacity - reserve.nbytes), machine.host
     # The memory of a CPU is the host's
     needed = account.peak_bytes + (account.host if machine.shared else 0)
@@ -314,10 +306,8 @@ def unlike(stages: Sequence[Stage]) -> list[Stage]:
 # -- memory ----------------------------------------------------------------------------------------
 
 
-def peak_of(program: Program, activity: Activity, states: int, fragmented: float) -> dict[str, int]:
-    """Return the categories of the moment that is largest with fragmentation. `states`: bytes of the
-    optimizer's.
-    """
+def peak_of(program: Program, activity: Activity, fragmented: float) -> dict[str, int]:
+    """Return the categories of the moment that is largest with fragmentation."""
     rows, updating = list[dict[str, int]](), program.owned.beside if program.owned else 0
     for at, held in program.highest.items():
         found = activity.passes.get(at, Pass())
@@ -326,26 +316,11 @@ def peak_of(program: Program, activity: Activity, states: int, fragmented: float
             ACTIVATIONS: found.nbytes - found.logits - found.gradients,
             LOGITS: found.logits,
             TEMPORARY: updating if at[0] == "step" else found.gradients,
-            MOMENTS: states,
+            MOMENTS: program.rest.get(MOMENTS, 0),
         }
         row[FRAGMENTATION] = int(fragmented * sum(v for k, v in row.items() if k in _MOVING))
         rows.append(row)
     return max(rows, key=lambda row: sum(row.values()))
-
-
-def _reserve(
-    machine: Machine, degrees: Degrees, recipe: Recipe, held: set[tuple[str, ...]]
-) -> Reserve:
-    """Return the bytes of a GPU beside its tensors: those for the largest group that holds parameters,
-    with the communicators of the other groups and one for each other axis.
-    """
-    given = machine.node_ranks, not machine.shared, degrees.dp * degrees.cp
-    found = []
-    for ranks in sorted({holding(degrees, along) for along in held}, key=len):
-        topology, decided = exchanges(ranks, recipe, *given)
-        found.append(reserve_of(decided, machine, topology))
-    axes = sum(n > 1 for n in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
-    return replace(found[-1], communicators=axes + sum(one.communicators for one in found))
 
 
 # -- what is sent ----------------------------------------------------------------------------------

@@ -243,6 +243,11 @@ class Program:
         self.ledger.add(OWNED, -whole)
         self.ledger.set(GRADIENTS, 0)
 
+    @cached_property
+    def rest(self) -> dict[str, int]:
+        """This rank's bytes between steps on the device, by category."""
+        return at_rest(self.rank, self.optimizer, self.owned.states if self.owned else None)
+
     @property
     def peak(self) -> dict[str, int]:
         """The engine's bytes when their sum was largest, by category."""

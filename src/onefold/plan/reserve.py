@@ -17,13 +17,15 @@ The chapter `communicators` of benchmarks/gpu.py measures all of these.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from onefold.comm.communicators import communicators_of
-from onefold.layout import Level, Topology
+from onefold.layout import Level
+from onefold.plan.degrees import Degrees
 from onefold.plan.hardware import Machine
 from onefold.plan.program import members
-from onefold.recipe import Recipe
+from onefold.plan.rank import UnitPlan
 from onefold.recipe.rows import NATIVE
 from onefold.wording import readable
 
@@ -75,17 +77,21 @@ def channels_to_a_peer(link: float) -> int:
     return min(MOST_CHANNELS, 1 << max(0, wanted - 1).bit_length())
 
 
-def reserve_of(recipe: Recipe, machine: Machine, topology: Topology) -> Reserve:
-    """Return what is reserved on each GPU of `machine`. `recipe.reduce` is decided
-    (`onefold.plan.rank.exchanges`).
+def reserve_of(units: Sequence[UnitPlan], machine: Machine, degrees: Degrees) -> Reserve:
+    """Return what is reserved on each GPU of `machine`: buffers for the largest group that holds
+    parameters, communicators of all groups, and one for each other axis.
     """
     if machine.ranks == 1:
         return Reserve(CONTEXT)
-    exchanges = 0
+    groups = {ranks: flat for u in units for flat, ranks in zip(u.flats, u.ranks, strict=True)}
+    exchanges, largest = 0, groups[max(groups, key=len)]
+    topology = largest.topology
     levels: tuple[Level, ...] = ("intra-group", "inter-group") if topology.two_levels else ("all",)
-    for level in levels if recipe.reduce != NATIVE else ():
+    for level in levels if largest.recipe.reduce != NATIVE else ():
         over = members(topology, range(topology.size), 0, level)
         far = sum(rank >= machine.local for rank in over)
         exchanges += (len(over) - 1 - far) * channels_to_a_peer(machine.gpu.link) * CHANNEL
         exchanges += NETWORK if far else 0
-    return Reserve(CONTEXT, communicators_of(topology), exchanges)
+    communicators = sum(n > 1 for n in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
+    communicators += sum(communicators_of(flat.topology) for flat in groups.values())
+    return Reserve(CONTEXT, communicators, exchanges)

@@ -61,7 +61,7 @@ from onefold.plan.program import Program
 from onefold.plan.rank import divided_along, local_shape, rule_of, stages_of, units_of
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import at_rest, filled
+from onefold.plan.states import filled
 from onefold.plan.subject import tokens
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.optimizers import SIMULATED
@@ -195,7 +195,7 @@ def simulate(
             plans, ran.recipe, micro_batches, optimizer=optimizer, owned=owned, held=degrees.pp > 1
         )
         predicted = Account(
-            rest=at_rest(plans, optimizer, owned.states if owned else None),
+            rest=program.rest,
             ledger=program.peak,
             wire=program.bytes_of("move"),
             moved=program.bytes_of("copy", "disk"),
