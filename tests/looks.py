@@ -238,7 +238,6 @@ def planned(
     """For a model that is not sharded. `native`: collectives are a backend's own, as NCCL's.
     `streams`: the device has some, so that copies end later than they begin.
     """
-    from onefold.device.copies import WINDOW
     from onefold.plan.modules import model_shape
     from onefold.plan.offloaded import offloaded_bytes
     from onefold.plan.program import Program
@@ -247,8 +246,7 @@ def planned(
 
     shape = model_shape(module, recipe.units)
     units = units_of(shape, recipe, ranks, rank, per_node or None, native)
-    window = WINDOW if streams else 0
-    program = Program(units, recipe, micro_batches, window, native, optimizer)
+    program = Program(units, recipe, micro_batches, streams, native, optimizer)
     away, at_most = offloaded_bytes(program)
     by_link = _by_link(program, per_node, rank)
     rest = {"device": at_rest(units, optimizer), **away}

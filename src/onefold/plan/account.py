@@ -40,7 +40,6 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
-from onefold.device.copies import WINDOW
 from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
 from onefold.plan.activity import OnHost, divided, on_host
 from onefold.plan.degrees import AXES, Degrees, dims_of
@@ -212,7 +211,7 @@ def _program(
 ) -> Program:
     units = units_of(stage, recipe, degrees, per_node=per_node, nccl=nccl)
     return Program(
-        units, recipe, micro_batches, WINDOW if nccl else 0, nccl, optimizer,
+        units, recipe, micro_batches, nccl, nccl, optimizer,
         owned_matrices(units, stepped_whole(stage, optimizer), optimizer),
         held=degrees.pp > 1, away=dict(away), layers=dict.fromkeys(stage.names, layers),
     )  # fmt: skip
@@ -376,21 +375,19 @@ def bubble(degrees: Degrees, micro_batches: int) -> float:
     return lost / (degrees.chunks * micro_batches + lost)
 
 
-def pass_seconds(question: Question, activity: Activity) -> float:
-    """Return the seconds of the passes of one micro-batch on a rank."""
+def flop_seconds(question: Question) -> float:
+    """Return the seconds that a rank's passes take for each of their FLOPs."""
     machine, soft = question.machine, question.machine.software
     rate = machine.matrix_rate(question.job.computes) * soft.kernel_share
-    return activity.flops / rate * slowest_of(machine.ranks, soft.straggler)
+    return slowest_of(machine.ranks, soft.straggler) / rate
 
 
 def _seconds(
     question: Question, scheme: Scheme, stage: Stage, program: Program, kept: OnHost
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return (the seconds of a step, those in which tiers are busy)."""
-    machine, activity = question.machine, kept.activity
-    whole, soft = pass_seconds(question, activity), machine.software
-    each = whole / activity.flops if activity.flops else 0.0
-    passes = {at: one.flops * each for at, one in activity.passes.items()}
+    machine, soft, each = question.machine, question.machine.software, flop_seconds(question)
+    passes = {at: one.flops * each for at, one in kept.activity.passes.items()}
     parts, busy = step_seconds(program, machine, passes)
     out = dict.fromkeys(SECONDS[:-1], 0.0) | parts
     if scheme.degrees.pp > 1:
@@ -404,7 +401,6 @@ def _seconds(
             rate = machine.between.bandwidth / machine.local
         sends = sent / (rate * soft.link_share) - out["compute"]
         out["pipeline sends"] = max(0.0, sends) + 2 * (degrees.pp - 1) * soft.hop_seconds
-    out = {name: out[name] for name in SECONDS[:-1]} | {k: v for k, v in out.items() if v}
     out["step"] = sum(out.values())
     return out, busy
 

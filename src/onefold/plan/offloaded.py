@@ -54,7 +54,7 @@ def offloaded_bytes(program: Program) -> tuple[Held, Held]:
         }
     )
     peak = rest | {HOST: rest[HOST] + passing}
-    if program.window:  # pinned, and therefore kept
+    if program.streams:  # pinned, and therefore kept
         rest[HOST][IDLE] = passing[STAGING] + passing[GRADIENTS]
     at_rest, at_most = ({tier: filled(by) for tier, by in held.items()} for held in (rest, peak))
     return at_rest, at_most
@@ -85,7 +85,7 @@ def _gradients(program: Program, trained: Sequence[ShardSpec], made: int) -> int
     """Return the host's bytes of gradients, at most. `made`: those of moments there, which the first
     step makes.
     """
-    streams, on_disk = program.window > 0, program.recipe.gradients.tier.on_disk
+    streams, on_disk = program.streams, program.recipe.gradients.tier.on_disk
     kept = sorted((f.own * f.dtypes.master.itemsize for f in trained), reverse=True)
     stay = 0 if on_disk else sum(kept)
     if program.steps_in_backward:
@@ -124,7 +124,7 @@ def _staging(program: Program, flats: Sequence[ShardSpec], trained: Sequence[Sha
     if parameters.on_disk:  # units that are read for gathers
         read = Counter(f.own * f.dtypes.compute.itemsize for f in flats)
         out += sum(nbytes * min(n, 2 + program.ahead) for nbytes, n in read.items())
-    elif parameters is Tier.DEVICE and program.window:
+    elif parameters is Tier.DEVICE and program.streams:
         # New masters are cast for the device: so many, if copies lag behind
         casts = Counter(
             min(chunk, f.own - a) * f.dtypes.compute.itemsize * (f.dtypes.compute != f.dtypes.master)

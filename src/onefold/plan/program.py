@@ -47,6 +47,7 @@ import torch
 
 from onefold.comm import OWNERS
 from onefold.device import chunk_for, within
+from onefold.device.copies import WINDOW
 from onefold.layout import Hop, Level, ShardSpec, Topology
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, OWNED, REDUCTION, MemoryLedger, Pool
 from onefold.plan.owned import Owned, touched_by
@@ -113,16 +114,12 @@ def gathered(flat: ShardSpec, renewing: bool) -> list[tuple[Level, int]]:
     copy before.
     """
     inner, outer = flat.topology.inner, flat.topology.outer
-    over: Level = "inter-group" if flat.topology.two_levels else "all"
-    between = over, (outer - 1) * flat.each
-    inside: tuple[Level, int] = "intra-group", (inner - 1) * outer * flat.each
-    if flat.whole_master:
-        return []
-    if flat.has_secondary:
-        return [between, inside] if renewing and flat.trainable else [inside]
-    if flat.group_master and outer > 1:
-        return [inside]
-    return [between, inside] if over != "all" else [("all", (flat.ranks - 1) * flat.each)]
+    levels: tuple[Level, Level] = "inter-group", "intra-group"
+    if not flat.topology.two_levels:  # one of both has no peers
+        levels = "all", "all"
+    both = [*zip(levels, ((outer - 1) * flat.each, (inner - 1) * outer * flat.each), strict=True)]
+    in_group = flat.has_secondary and not (renewing and flat.trainable)
+    return [] if flat.whole_master else both[in_group or flat.group_master :]
 
 
 @dataclass(eq=False)
@@ -167,9 +164,8 @@ class Program:
     Attributes:
         rank: its units.
         micro_batches: how many the step has; at most three are in `ops`.
-        window: bytes of gradients that copies to the host may still read on the device
-            (`onefold.device.copies.WINDOW`), or twice the largest; 0: the device has no streams, and
-            copies are done at once.
+        streams: the device has some, so that copies to the host may still read gradients there;
+            else they are done at once.
         nccl: moves are NCCL's.
         owned: figures of matrices that are stepped whole.
         held: units stay gathered from the first micro-batch on (pipelines).
@@ -183,7 +179,7 @@ class Program:
     rank: Sequence[UnitPlan]
     recipe: Recipe
     micro_batches: int = 1
-    window: int = 0
+    streams: bool = False
     nccl: bool = False
     optimizer: str = "adamw"
     owned: Owned | None = None
@@ -214,6 +210,8 @@ class Program:
         # A step hands sums over several times. Steps in the backward pass wait for the last
         self.again = self.micro_batches > 1 and not (boundary or group)
         self.steps_in_backward = recipe.step_in_backward and not self.again
+        self.on_disk = recipe.optimizer.tier.on_disk
+        self.gradients_on_disk = recipe.gradients.tier.on_disk and not self.steps_in_backward
         # Gradients of several micro-batches are kept whole until the boundary
         self.late = boundary and self.micro_batches > 1
         self.highest: dict[tuple[str, str], dict[str, int]] = {}
@@ -306,7 +304,7 @@ class Program:
 
     def _copy(self, move: str, nbytes: float, after: Sequence[int] = ()) -> int:
         """Copies to and from the host run on streams of their own; on a CPU the cores make them."""
-        return self._op("copy", move if self.window else COMPUTE, nbytes, after, move=move)
+        return self._op("copy", move if self.streams else COMPUTE, nbytes, after, move=move)
 
     def _disk(self, move: str, nbytes: float, after: Sequence[int] = ()) -> int:
         return self._op("disk", DISK, nbytes, after, move=move)
@@ -613,7 +611,7 @@ class Program:
             self.sent_on.append((nbytes, kept))
             return
         self._becomes(nbytes, kept)
-        if leaves and self.window:
+        if leaves and self.streams:
             self._go_down(flat, nbytes, again)
 
     def _becomes(self, summed: int, kept: int) -> None:
@@ -624,32 +622,29 @@ class Program:
 
     def _leaves(self, flat: ShardSpec, after: int, again: bool) -> None:
         """Sums go to the host or to a disk, where earlier micro-batches may have left some."""
-        assert flat.tiers is not None
         master = flat.own * flat.dtypes.master.itemsize
-        on_disk = flat.tiers.gradients.on_disk and not self.steps_in_backward
-        if again and on_disk:
+        if again and self.gradients_on_disk:
             self._disk("read", master)
-        elif again and self.window:
+        elif again and self.streams:
             self._copy("up", master)
-        down = master if self.window else flat.own * flat.landed.itemsize
+        down = master if self.streams else flat.own * flat.landed.itemsize
         arrived = self._copy("down", down, (after,))
-        if on_disk:
+        if self.gradients_on_disk:
             self._disk("written", master, (arrived,))
         if self.steps_in_backward:
             self._step_away(flat, (arrived, self._read_states(flat, (arrived,))))
 
     def _go_down(self, flat: ShardSpec, nbytes: int, again: bool) -> None:
         """Copies to the host read sums as long as the window allows: the slowest case."""
-        assert flat.tiers is not None
         # They are added to those on the host, or cast, in two buffers on the device
-        adds = again and not flat.tiers.gradients.on_disk
+        adds = again and not self.gradients_on_disk
         if not self.adding and (adds or flat.landed != flat.dtypes.master):
             away = (f for u in self.rank for f in u.flats if f.tiers is not None)
             self.adding = 2 * chunk_for(max(f.own * f.dtypes.master.itemsize for f in away))
             self.ledger.add(LEAVING, self.adding)
         self.leaving.append(nbytes)
         self.ledger.add(LEAVING, nbytes)
-        while not within(self.window, sum(self.leaving), self.leaving):
+        while not within(WINDOW, sum(self.leaving), self.leaving):
             self.ledger.add(LEAVING, -self.leaving.pop(0))
 
     # -- the update --------------------------------------------------------------------------------
@@ -666,7 +661,7 @@ class Program:
             self._op("update", COMPUTE, touched_by(PLANNED[self.optimizer]) * numel)
         if self.steps_in_backward:
             return
-        arrived = self.last.get("down" if self.window else COMPUTE, -1), self.last.get(DISK, -1)
+        arrived = self.last.get("down" if self.streams else COMPUTE, -1), self.last.get(DISK, -1)
         away = [f for f in flats if f.tiers is not None and f.own]
         reads = [self._read_states(f, arrived) for f in away[:1]]
         for at, flat in enumerate(away):  # the next buffer is read while this one is stepped
@@ -675,25 +670,22 @@ class Program:
 
     def _read_states(self, flat: ShardSpec, after: Sequence[int]) -> int:
         """Read what a step needs of a buffer whose state is on a disk."""
-        assert flat.tiers is not None
-        if not flat.tiers.optimizer.on_disk:
+        if not self.on_disk:
             return -1
-        master = flat.own * flat.dtypes.master.itemsize
-        gradients = flat.tiers.gradients.on_disk and not self.steps_in_backward
         states = states_on_disk(flat, flat.own, self.optimizer)
-        return self._disk("read", states + master * (2 if gradients else 1), after)
+        masters = (1 + self.gradients_on_disk) * flat.own * flat.dtypes.master.itemsize
+        return self._disk("read", states + masters, after)
 
     def _step_away(self, flat: ShardSpec, after: Sequence[int]) -> None:
         """Step a buffer whose state is on the host or a disk, and write what the model computes with."""
-        assert flat.tiers is not None
-        d, own, parameters = flat.dtypes, flat.own, flat.tiers.parameters
+        d, own, parameters = flat.dtypes, flat.own, self.recipe.parameters.tier
         compute, master = own * d.compute.itemsize, own * d.master.itemsize
         numel = 0 if self.owned is not None else sum(flat.local(s) for s in flat.layout.slots)
         # Without streams the copy to the device casts
-        casts = d.compute != d.master and (parameters is not Tier.DEVICE or self.window > 0)
+        casts = d.compute != d.master and (parameters is not Tier.DEVICE or self.streams)
         touched = touched_by(PLANNED[self.optimizer]) * numel + casts * (master + compute)
         stepped = self._op("update", HOST, touched or None, after)
-        if flat.tiers.optimizer.on_disk:
+        if self.on_disk:
             states = master + states_on_disk(flat, own, self.optimizer)
             self._disk("written", states + (compute if flat.lies_apart else 0), (stepped,))
         if parameters is Tier.DEVICE:

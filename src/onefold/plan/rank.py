@@ -273,12 +273,10 @@ def units_of(
         nccl: collectives are NCCL's, on the device; otherwise they are gloo's messages.
 
     Raises:
-        ValueError: no such rank, or groups that do not divide the ranks.
+        ValueError: groups that do not divide the ranks.
     """
     degrees = ranks if isinstance(ranks, Degrees) else Degrees(dp=ranks)
     every = degrees.dp * degrees.of_stage_without_dp
-    if not 0 <= rank < every:
-        raise ValueError(f"rank {rank} of {every}: expected a rank below their number.")
     away = offloaded_units([u.trainable for u in model.units], recipe, every)
 
     def unit_plan(unit: UnitShape, offloaded: bool) -> UnitPlan:

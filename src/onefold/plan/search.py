@@ -36,7 +36,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from onefold.plan.account import Candidate, Question, bubble, pass_seconds, unlike
+from onefold.plan.account import Candidate, Question, bubble, flop_seconds, unlike
 from onefold.plan.degrees import Degrees, check, dims_of, divisors, most_tp
 from onefold.plan.hardware import Machine, builtin
 from onefold.plan.job import (
@@ -331,7 +331,7 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
     seconds = nbytes = 0.0
     for stage in unlike(stages_of(question.model, degrees)):
         activity = question.activity(scheme, stage)
-        seconds = max(seconds, pass_seconds(question, activity))
+        seconds = max(seconds, activity.flops * flop_seconds(question))
         held, even = _held(stage, degrees), stage.numel * degrees.pp / degrees.ranks
         states = (even if scheme.stage == 3 else held) * kinds.parameters
         states += (even if scheme.stage else held) * kinds.optimizer
