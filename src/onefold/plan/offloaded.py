@@ -110,27 +110,27 @@ def _staging(program: Program, flats: Sequence[ShardSpec], trained: Sequence[Sha
         return 0
     chunk = min(program.recipe.chunk, round_up(max(f.own for f in flats), SECTOR))
     # Chunks of masters, gradients and moments that are read, stepped and written
-    many, out = sum(-(-f.own // chunk) for f in trained), 0
-    out += min(many, AHEAD + 1 + BEHIND) * max(
+    many = sum(-(-f.own // chunk) for f in trained)
+    stepped = [
         (1 + gradients.on_disk) * chunk * f.dtypes.master.itemsize
         + states_on_disk(f, chunk, program.optimizer)
         for f in trained
-    )
-    # Gradients and compute copies that wait for the disk
-    out += (WRITES + 1) * chunk * max(
+    ]
+    # Gradients and compute copies, of which a chunk each waits for the disk
+    waiting = [
         gradients.on_disk * f.dtypes.master.itemsize + f.lies_apart * f.dtypes.compute.itemsize
         for f in trained
-    )
+    ]
+    out = min(many, AHEAD + 1 + BEHIND) * max(stepped) + (WRITES + 1) * chunk * max(waiting)
     if parameters.on_disk:  # units that are read for gathers
         read = Counter(f.own * f.dtypes.compute.itemsize for f in flats)
         out += sum(nbytes * min(n, 2 + program.ahead) for nbytes, n in read.items())
     elif parameters is Tier.DEVICE and program.streams:
         # New masters are cast for the device: so many, if copies lag behind
-        casts = Counter(
-            min(chunk, f.own - a) * f.dtypes.compute.itemsize * (f.dtypes.compute != f.dtypes.master)
-            for f in trained
-            for a in range(0, f.own, chunk)
-        )
+        casts = Counter[int]()
+        for f in trained:
+            each = f.dtypes.compute.itemsize * (f.dtypes.compute != f.dtypes.master)
+            casts.update(min(chunk, f.own - a) * each for a in range(0, f.own, chunk))
         limit = max(HOST_WINDOWS * WINDOW, HOST_COPIES * max(casts))
         out += sum(min(nbytes * n, limit + nbytes) for nbytes, n in casts.items())
     return out

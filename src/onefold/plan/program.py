@@ -37,7 +37,7 @@ begins when this unit's hop inside the group has ended.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -216,7 +216,7 @@ class Program:
         self.late = boundary and self.micro_batches > 1
         self.highest: dict[tuple[str, str], dict[str, int]] = {}
         self.ops: list[Op] = []
-        self.last: dict[str, int] = {}  # by lane
+        self.last = defaultdict[str, int](lambda: -1)  # by lane
         self.passes: list[int] = []
         # By id of the flat buffer: whole gradients, and sums that the group holds, both until the
         # boundary; buffers that have a gradient
@@ -282,9 +282,7 @@ class Program:
         if nbytes == 0:
             return max(after, default=-1)
         waits = tuple(i for i in after if i >= 0)
-        self.ops.append(
-            Op(kind, lane, nbytes or 0, after=waits, micro=self.micro, **facts)
-        )
+        self.ops.append(Op(kind, lane, nbytes or 0, after=waits, micro=self.micro, **facts))
         self.last[lane] = len(self.ops) - 1
         return self.last[lane]
 
@@ -319,7 +317,7 @@ class Program:
 
     def _gathers(self, unit: Unit, flat: ShardSpec) -> None:
         """Make the whole of a buffer, from masters or a copy of them."""
-        after = self.last.get(COMPUTE, -1)
+        after = self.last[COMPUTE]
         if self._reads(flat) and flat.own:
             if flat.gather_codec is not None:
                 self._op("code", COMPUTE, _coded(flat))
@@ -540,7 +538,7 @@ class Program:
                 part = flat.reduce_codec.encoded_bytes(hop.own)
                 # What encoding lost is read and written in fp32 too
                 self._op("code", COMPUTE, others * (hop.own * (wire + 2 * _FP32) + 2 * part))
-            after, ring = (done, self.last.get(COMPUTE, -1)), adds == "backend"
+            after, ring = (done, self.last[COMPUTE]), adds == "backend"
             done = self._move("reductions", move, flat, hop.level, others * part, after, ring)
             if adds != "pairwise" and flat.ranks > 1:
                 written = (flat.landed if r.is_last else d.sums).itemsize
@@ -661,7 +659,7 @@ class Program:
             self._op("update", COMPUTE, touched_by(PLANNED[self.optimizer]) * numel)
         if self.steps_in_backward:
             return
-        arrived = self.last.get("down" if self.streams else COMPUTE, -1), self.last.get(DISK, -1)
+        arrived = self.last["down" if self.streams else COMPUTE], self.last[DISK]
         away = [f for f in flats if f.tiers is not None and f.own]
         reads = [self._read_states(f, arrived) for f in away[:1]]
         for at, flat in enumerate(away):  # the next buffer is read while this one is stepped

@@ -121,42 +121,32 @@ def step_seconds(
     computes or waits: what it waits for tells the part. `passes`: see `price`.
     """
     ops = program.ops
-    lane: dict[str, float] = defaultdict(float)
-    link: dict[str, float] = defaultdict(float)
-    for op in ops:  # each begins and ends, in the order of issue
+    lane, link, parts, busy = (defaultdict[str, float](float) for _ in range(4))
+    for op, times in program.counted():  # each begins and ends, in the order of issue
         seconds, taken = price(op, machine, passes)
-        begin = lane[op.lane]
-        for i in op.after:
-            begin = max(begin, ops[i].end)
-        for name in taken:
-            begin = max(begin, link[name])
-        op.begin = begin
-        op.end = lane[op.lane] = begin + seconds
+        free, waits = lane[op.lane], [ops[i] for i in op.after]
+        op.begin = max([free, *(o.end for o in waits), *(link[name] for name in taken)])
+        op.end = lane[op.lane] = op.begin + seconds
         for name, busy_for in taken.items():
-            link[name] = begin + busy_for
-    parts: dict[str, float] = defaultdict(float)
-    busy: dict[str, float] = defaultdict(float)
-    free = 0.0
-    for op, times in program.counted():
-        seconds = times * (op.end - op.begin)
-        busy[op.kind if op.kind == "move" else op.lane] += seconds
+            link[name] = op.begin + busy_for
+        busy[op.kind if op.kind == "move" else op.lane] += times * seconds
         if op.lane != COMPUTE:
             continue
         if op.kind == "copy":
-            busy[op.move] += seconds
+            busy[op.move] += times * seconds
         if op.begin > free:
-            cause = max((ops[i] for i in op.after), key=lambda o: o.end, default=op)
+            cause = max(waits, key=lambda o: o.end, default=op)
             tier = cause.kind in ("copy", "disk") or cause.lane == HOST
             parts["io" if tier else "exposed communication"] += times * (op.begin - free)
-        free = op.end
         part = {"update": "optimizer", "copy": "io"}.get(op.kind)
-        parts[part or IN_LAYERS.get(op.move, "compute")] += seconds
+        parts[part or IN_LAYERS.get(op.move, "compute")] += times * seconds
+    free = lane[COMPUTE]
     # The host's update and the disk may end behind what the device computes
     late = [op for op in ops if op.lane in (HOST, DISK) and op.end > free]
-    waits = max((op.end - free for op in late), default=0.0)
-    stepping = min(waits, sum(op.end - op.begin for op in late if op.lane == HOST))
+    behind = max((op.end - free for op in late), default=0.0)
+    stepping = min(behind, sum(op.end - op.begin for op in late if op.lane == HOST))
     parts["optimizer"] += stepping
-    parts["io"] += waits - stepping
+    parts["io"] += behind - stepping
     hidden = max(0.0, busy["move"] - parts["exposed communication"])
     parts["exposed communication"] += machine.contention * hidden
     tiers = {"link": max(busy["up"], busy["down"]), "disk": busy[DISK], "host update": busy[HOST]}

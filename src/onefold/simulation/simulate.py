@@ -561,9 +561,7 @@ def steps_of(
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def _check(
-    recipe: Recipe, degrees: Degrees, rank: int, micro_batches: int, optimizer: str
-) -> None:
+def _check(recipe: Recipe, degrees: Degrees, rank: int, micro_batches: int, optimizer: str) -> None:
     """Raise ValueError or RuntimeError for what the simulation does not support."""
     codecs = recipe.parameters.codec, recipe.gradients.codec, recipe.frozen
     if any(codecs):
