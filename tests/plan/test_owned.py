@@ -101,7 +101,7 @@ def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:
     shown = with_muon.to_json()["stages"]
     assert shown[0]["owners"]["ranks"] == 1  # at stage 0 every rank steps all
     assert shown[3]["owners"]["matrices"] == 224 and 1 <= shown[3]["owners"]["busiest"] <= 1.1
-    assert "owners" not in with_adamw.to_json()["stages"][3]
+    assert with_adamw.to_json()["stages"][3]["owners"] is None
     lines = [line.split() for line in str(with_muon).splitlines()]
     assert ["busiest", "owner", "over", "the", "mean", "–", "1.06", "1.06", "1.06"] in [
         line[:9] for line in lines

@@ -93,8 +93,8 @@ class Candidate:
         accumulation: micro-batches of a rank in a step.
         needed: bytes at peak that `usable` has to hold: on a CPU the host's too.
         reserve: the device's other bytes, on a GPU of the table.
-        balance: how evenly owners divide the updates of whole matrices; None if none is stepped so.
-        stage: of the pipeline, whose rank holds most. holders: how many ranks hold each part, by kind
+        owners: how evenly they divide the updates of whole matrices; None if none is stepped so.
+        pipeline_stage: whose rank holds most. holders: how many ranks hold each part, by kind
             of parameters.
     """
 
@@ -106,8 +106,8 @@ class Candidate:
     accumulation: int
     notes: tuple[str, ...]
     reserve: Reserve
-    balance: Balance | None
-    stage: int
+    owners: Balance | None
+    pipeline_stage: int
     holders: Mapping[str, int]
 
     @property
@@ -127,18 +127,11 @@ class Candidate:
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data."""
-        scheme = vars(self.scheme) | asdict(self.scheme.degrees)
-        own = {name: getattr(self, name) for name in ("accumulation", "fits", "usable", "bubble")}
-        del scheme["degrees"]
-        return {
-            **scheme,
-            **own,
-            "pipeline_stage": self.stage,
-            "holders": dict(self.holders),
-            "reserve": {**vars(self.reserve), "nbytes": self.reserve.nbytes},
-            **({"owners": vars(self.balance)} if self.balance is not None else {}),
-            "account": self.account.to_json(),
-        }
+        out = asdict(self)
+        scheme = out.pop("scheme")
+        out["reserve"]["nbytes"] = self.reserve.nbytes
+        del out["notes"]
+        return scheme.pop("degrees") | scheme | out | {"bubble": self.bubble}
 
 
 @dataclass(frozen=True)
@@ -286,8 +279,8 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         accumulation=accumulation,
         notes=(*kept.activity.notes, *notes),
         reserve=reserve,
-        balance=owned.balance if owned and owned.balance.matrices else None,
-        stage=stage.index,
+        owners=owned.balance if owned and owned.balance.matrices else None,
+        pipeline_stage=stage.index,
         holders={rule_of(p.name).kind: degrees.holding(divided_along(p, degrees)) for p in stage.parameters},
     )  # fmt: skip
 

@@ -170,7 +170,7 @@ def _figures(c: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
     yield "  to and from owners", gib(account.wire.get(OWNERS, 0))
     yield "moved between tiers in a step", gib(sum(account.moved.values()))
     yield from ((f"  {move}", gib(account.moved.get(move, 0))) for move in MOVED)
-    yield "busiest owner over the mean", balance_said(c.balance)
+    yield "busiest owner over the mean", balance_said(c.owners)
     yield "a step takes", in_seconds(c.step)
     for name in (*SECONDS[:-1], *OF_AXES):
         yield f"  {name}", in_seconds(account.seconds.get(name, 0))
