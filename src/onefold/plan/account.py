@@ -48,7 +48,7 @@ from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.offloaded import HOST, offloaded_bytes
 from onefold.plan.owned import Balance, owned_matrices, stepped_whole
 from onefold.plan.program import Layer, Program
-from onefold.plan.rank import Stage, divided_along, holding, rule_of, stages_of, units_of
+from onefold.plan.rank import Stage, divided_along, handed_on, holding, rule_of, stages_of, units_of
 from onefold.plan.reserve import Reserve, reserve_of
 from onefold.plan.schema import (
     ACTIVATIONS,
@@ -243,7 +243,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
             far = between(op, machine)
             links.update({"inside": times * (op.nbytes - far), "between": times * far})
     if not scheme.degrees.data_only:
-        crossed = round(crossings(question, scheme, stage) * accumulation)
+        crossed = handed_bytes(question, scheme, stage) * accumulation
         sent = {"data": sum(wire.values()), **program.bytes_of("layer"), "pp": crossed}
     tokens = scheme.micro_batch * job.seq * accumulation * degrees.dp
     model_flops = model.flops_per_token(job.seq) * tokens / machine.ranks
@@ -342,16 +342,10 @@ def in_layers(question: Question, scheme: Scheme, stage: Stage) -> list[Layer]:
     ]
 
 
-def crossings(question: Question, scheme: Scheme, stage: Stage) -> float:
-    """Return the bytes that a stage of a pipeline hands on in one micro-batch: outputs and gradients
-    of each chunk, but for the last output of the model and the gradient of its first input.
-    """
-    degrees, job = scheme.degrees, question.job
-    if degrees.pp == 1:
-        return 0.0
-    width = dims_of(question.model).hidden / (degrees.tp if degrees.sequence_divided else 1)
-    each = scheme.micro_batch * job.seq / degrees.cp * width * COMPUTE_DTYPES[job.computes].itemsize
-    return each * (2 * degrees.chunks - stage.last - stage.first)
+def handed_bytes(question: Question, scheme: Scheme, stage: Stage) -> int:
+    """Return the bytes that a stage of a pipeline hands on in one micro-batch."""
+    shape = handed_on(question.model, scheme.degrees, scheme.micro_batch, question.job.seq)
+    return stage.crossings * math.prod(shape) * COMPUTE_DTYPES[question.job.computes].itemsize
 
 
 # -- seconds ---------------------------------------------------------------------------------------
@@ -388,7 +382,7 @@ def _seconds(
         share = bubble(degrees, accumulation)
         layers = out["compute"] + sum(out.get(name, 0.0) for name in IN_LAYERS.values())
         out["bubble"] = layers * share / (1 - share)
-        sent = crossings(question, scheme, stage) * accumulation
+        sent = handed_bytes(question, scheme, stage) * accumulation
         rate = machine.gpu.link
         if machine.between and degrees.ranks // degrees.pp >= machine.local:
             rate = machine.between.bandwidth / machine.local

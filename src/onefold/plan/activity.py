@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 from onefold.offload.activations import NEAR, SLAB, SMALLEST
 from onefold.plan.degrees import Degrees, dims_of
-from onefold.plan.rank import Stage
+from onefold.plan.rank import Stage, handed_on
 from onefold.plan.shapes import ModelShape, Transformer
 from onefold.tracing.trace import Activity
 from onefold.tracing.watch import Pass, UnitActivity
@@ -130,9 +130,9 @@ def divided(
         element: bytes of an element of the compute dtype.
     """
     dims, t, cp = dims_of(model), degrees.tp, degrees.cp
-    tokens, between = micro_batch * seq // cp, t if degrees.sequence_divided else 1
+    tokens = micro_batch * seq // cp
     wide = 0 if degrees.sequence_divided else tokens * dims.hidden * (4 * element + 8)
-    handed = tokens * dims.hidden // between * element
+    handed = math.prod(handed_on(model, degrees, micro_batch, seq)) * element
     extra = tokens * dims.hidden * element - handed
     extra += tokens * (cp - 1) * (dims.k + dims.v) // t * element
     extra += handed * dims.active if degrees.ep > 1 else 0

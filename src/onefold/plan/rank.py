@@ -155,6 +155,13 @@ class Stage:
     def blocks(self) -> int:
         return len(self.names)
 
+    @property
+    def crossings(self) -> int:
+        """How often a micro-batch crosses to another stage: outputs and gradients of each chunk, but for
+        the last output of the model and the gradient of its first input.
+        """
+        return 2 * len(self.chunks) - self.first - self.last
+
     @cached_property
     def parameters(self) -> tuple[Parameter, ...]:
         return tuple(p for unit in self.units for p in unit.parameters)
@@ -190,6 +197,16 @@ def _stages(model: ModelShape, pp: int, chunks: int) -> tuple[Stage, ...]:
                 units.append(replace(unit, parameters=kept))
         out.append(Stage(index, tuple(units), tuple(own), first, last))
     return tuple(out)
+
+
+def handed_on(
+    model: ModelShape, degrees: Degrees, micro_batch: int, seq: int
+) -> tuple[int, int, int]:
+    """Return the shape of what a stage hands to the next in a micro-batch: samples, a rank's tokens of
+    each, and their width.
+    """
+    width = dims_of(model).hidden // (degrees.tp if degrees.sequence_divided else 1)
+    return micro_batch, seq // degrees.cp, width
 
 
 def _leads(p: Parameter) -> bool:

@@ -54,11 +54,11 @@ from onefold.offload import step as offload_step
 from onefold.offload.nvme import stores_from
 from onefold.plan.account import pipelined
 from onefold.plan.architectures import known
-from onefold.plan.degrees import AXES, DATA, Degrees, dims_of
+from onefold.plan.degrees import AXES, DATA, Degrees
 from onefold.plan.modules import model_shape, module_of, quietly
 from onefold.plan.owned import owned_matrices, place_of, stepped_whole
 from onefold.plan.program import Program
-from onefold.plan.rank import divided_along, local_shape, rule_of, stages_of, units_of
+from onefold.plan.rank import divided_along, handed_on, local_shape, rule_of, stages_of, units_of
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import filled
@@ -194,13 +194,6 @@ def simulate(
         program = Program(
             plans, ran.recipe, micro_batches, optimizer=optimizer, owned=owned, held=degrees.pp > 1
         )
-        predicted = Account(
-            rest=program.rest,
-            ledger=program.peak,
-            wire=program.bytes_of("move"),
-            moved=program.bytes_of("copy", "disk"),
-            sent=ran.told(program),
-        )
         with nothing_real(), quietly():
             twin, more = ran.twin()
             with engine_on(twin, recipe, **more) as engine:
@@ -217,6 +210,13 @@ def simulate(
                 account = steps_of(engine, passes, optimizers)
                 events, account = events_of(engine), replace(account, sent=ran.seen(engine))
                 del twin, passes, optimizers, matrices
+    predicted = Account(
+        rest=program.rest,
+        ledger=program.peak,
+        wire=program.bytes_of("move"),
+        moved=program.bytes_of("copy", "disk"),
+        sent=ran.told(program),
+    )
     return Simulation(
         shape.name, rank, degrees.ranks, micro_batches, account, predicted, events, ran.source,
         time.perf_counter() - begun, tuple(ran.notes), degrees, ran.stage.index,
@@ -243,8 +243,9 @@ class StandIn(TorchDispatchMode):
         super().__init__()
         index, self.number = divmod(rank, degrees.ranks // degrees.pp)
         self.model, self.stage, self.degrees = model, stages_of(model, degrees)[index], degrees
-        self.recipe, self.sizes = pipelined(recipe, degrees), (samples, seq // degrees.cp)
-        self.first, self.sent = rank - self.number, 0
+        self.recipe, self.sizes = pipelined(recipe, degrees), (samples, seq)
+        # Bytes sent to other stages, and those of one output
+        self.first, self.sent, self.handed = rank - self.number, 0, 0
         self.mesh: Any = None
         self.cut: dict[tuple[str, ...], Any] = {}
         if not degrees.data_only:
@@ -254,14 +255,6 @@ class StandIn(TorchDispatchMode):
             self.mesh = mesh_of(self.root[AXES], DATA)
             kinds = {divided_along(p, degrees) for p in self.stage.parameters}
             self.cut = {d: self.root[tuple(a for a in AXES if a in d)] for d in kinds if d}
-
-    @property
-    def handed(self) -> torch.Tensor:
-        """What stages hand on: a rank's tokens of some samples, as wide as the model."""
-        dtype = self.recipe.parameters.dtype or self.stage.parameters[0].dtype
-        parts = self.degrees.tp if self.degrees.sequence_divided else 1
-        width = dims_of(self.model).hidden // parts
-        return torch.empty(*self.sizes, width, dtype=dtype, device="meta")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.send.default:
@@ -304,7 +297,9 @@ class StandIn(TorchDispatchMode):
         from onefold.parallel import PipelineStage
 
         stage, degrees = self.stage, self.degrees
-        grad = torch.empty_like(self.handed, device="cpu")
+        shape, dtype = handed_on(self.model, degrees, *self.sizes), self.recipe.parameters.dtype
+        grad = torch.empty(shape, dtype=dtype or stage.parameters[0].dtype, device="cpu")
+        self.handed = grad.nbytes
         example = torch.empty_like(grad, requires_grad=True)
         here = PipelineStage(
             module, stage.index, degrees.pp, torch.device("cpu"), grad if stage.first else example, example,
@@ -351,10 +346,7 @@ class StandIn(TorchDispatchMode):
         for op, times in program.counted():
             if self.mesh and op.kind == "move":
                 out[self._along(op.over)] += times * round(op.nbytes)
-        # A stage hands on outputs and gradients, but for the ends of the model
-        if self.degrees.pp > 1:
-            ends = self.stage.first + self.stage.last
-            out["pp"] = program.micro_batches * self.handed.nbytes * (2 - ends)
+        out["pp"] = program.micro_batches * self.handed * self.stage.crossings
         return dict(+out)
 
     def _along(self, ranks: Sequence[int], first: int = 0) -> str:
