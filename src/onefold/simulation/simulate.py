@@ -32,7 +32,7 @@ import gc
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -233,7 +233,7 @@ class StandIn(TorchDispatchMode):
     """
 
     source: str = STAND_IN
-    notes: Sequence[str] = ()
+    notes: Iterable[str] = ()
 
     def __init__(
         self, model: ModelShape, recipe: Recipe, degrees: Degrees, rank: int, samples: int, seq: int
@@ -484,19 +484,15 @@ def passes_of(
 
 
 def optimizers_of(
-    twin: nn.Module, optimizer: str, matrices: Sequence[nn.Parameter] = ()
+    twin: nn.Module, optimizer: str, matrices: list[nn.Parameter]
 ) -> list[torch.optim.Optimizer]:
     """Make the optimizer; if it takes matrices alone, one for `matrices` and one for the rest."""
     from onefold.optim.verdict import tell_verdict
     from onefold.runtime.stepper import GroupVerdict
 
-    known, every = SIMULATED[optimizer], list(twin.parameters())
-    parts = [(known, every)]
-    if known.rest:
-        apart = {id(p) for p in matrices}
-        rest = [p for p in every if id(p) not in apart]
-        parts = [(known, list(matrices)), (SIMULATED[known.rest], rest)]
-    out = []
+    known, apart, out = SIMULATED[optimizer], {id(p) for p in matrices}, []
+    rest = [p for p in twin.parameters() if id(p) not in apart]
+    parts = (known, matrices), (SIMULATED[known.rest or optimizer], rest)
     for row, params in ((row, params) for row, params in parts if params):
         options = {**row.arguments, **({"fused": True} if row.can_fuse("cpu") else {})}
         out.append(row.load()(params, lr=1e-3, **options))
