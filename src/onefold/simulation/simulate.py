@@ -246,6 +246,8 @@ class StandIn(TorchDispatchMode):
         self.recipe, self.sizes = pipelined(recipe, degrees), (samples, seq)
         # Bytes sent to other stages, and those of one output
         self.first, self.sent, self.handed = rank - self.number, 0, 0
+        self.loss: Callable[[Any], torch.Tensor] = loss_of
+        self.batch: Any = None
         self.mesh: Any = None
         self.cut: dict[tuple[str, ...], Any] = {}
         if not degrees.data_only:
@@ -283,14 +285,23 @@ class StandIn(TorchDispatchMode):
             if isinstance(module, nn.Embedding):
                 _look_up_own_rows(module)
         names = [name for name, _ in root.named_modules() if name]
+        self.batch = torch.empty(1, device="cpu")
         return root.train(), {"mesh": self.mesh, "units": names}
 
     def passes(self, module: nn.Module, micro_batches: int) -> Callable[[], None]:
         """Return a function that runs the passes of one optimizer step: of a pipeline, by torch's
         schedule.
         """
+        from onefold.sharding import no_sync
+
+        def step() -> None:
+            for k in range(micro_batches):
+                following = no_sync(module) if k + 1 < micro_batches else nullcontext()
+                with following, torch.enable_grad(), self:
+                    backward(self.loss(call(module, self.batch)))
+
         if self.degrees.pp == 1:
-            return passes_of(module, torch.empty(1, device="cpu"), micro_batches)
+            return step
         from torch.distributed.pipelining import Schedule1F1B
         from torch.distributed.pipelining.stage import InferenceMode
 
@@ -318,11 +329,11 @@ class StandIn(TorchDispatchMode):
         whole = torch.cat([grad] * micro_batches)
         given, target = [whole] if stage.first else [], whole if stage.last else None
 
-        def step() -> None:
+        def scheduled() -> None:
             with torch.enable_grad(), self:
                 schedule.step(*given, target=target)
 
-        return step
+        return scheduled
 
     def seen(self, engine: Any) -> dict[str, int]:
         """Return the bytes that engine and schedule have sent, by the axes along which receivers lie; {} if
@@ -357,7 +368,9 @@ class StandIn(TorchDispatchMode):
 
 
 class OwnCode(StandIn):
-    """A copy of the module, on data ranks alone."""
+    """A copy of the module, on data ranks alone. As a dispatch mode it answers the forward pass's
+    questions about values as a trace does (tracing/fake.py). What only the engine calls has no values.
+    """
 
     source = MODULE
 
@@ -365,21 +378,22 @@ class OwnCode(StandIn):
         self, module: nn.Module, batch: Any, loss: Any, checkpointing: Checkpointing, *given: Any
     ) -> None:
         super().__init__(*given)
-        self.module, self.loss, self.checkpointing = module, loss or loss_of, checkpointing
-        self.integers, (samples, seq) = Integers(), self.sizes
-        self.notes = self.integers.notes
+        self.module, self.checkpointing, self.integers = module, checkpointing, Integers()
+        self.loss, self.batch, self.notes = loss or loss_of, batch, self.integers.notes
         if batch is None:
-            batch = tokens(module, seq, "onefold.simulation.simulate.simulate")(samples)
-        self.batch = batch
+            samples, seq = self.sizes
+            self.batch = tokens(module, seq, "onefold.simulation.simulate.simulate")(samples)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(given, torch.UntypedStorage) for given in values_in((args, kwargs))):
+            return func(*args, **(kwargs or {}))
+        return self.integers.call(func, args, kwargs or {})
 
     def twin(self) -> tuple[nn.Module, dict[str, Any]]:
         twin = twin_of(self.module, self.integers).train()
         recompute(twin, self.checkpointing)
+        self.batch = fake_batch(self.batch, None, self.integers)
         return twin, {}
-
-    def passes(self, module: nn.Module, micro_batches: int) -> Callable[[], None]:
-        given = fake_batch(self.batch, None, self.integers)
-        return passes_of(module, given, micro_batches, _Answers(self.integers), self.loss)
 
 
 def _look_up_own_rows(module: nn.Embedding) -> None:
@@ -432,21 +446,6 @@ class _AtOnce(ThreadPoolExecutor):
         return done
 
 
-class _Answers(TorchDispatchMode):
-    """A dispatch mode that answers a forward pass's questions about values as a trace does
-    (tracing/fake.py). What only the engine calls has no values.
-    """
-
-    def __init__(self, integers: Integers) -> None:
-        super().__init__()
-        self._integers = integers
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(given, torch.UntypedStorage) for given in values_in((args, kwargs))):
-            return func(*args, **(kwargs or {}))
-        return self._integers.call(func, args, kwargs or {})
-
-
 @contextmanager
 def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
     """Shard the twin and yield its engine; close the engine afterwards, also after an error.
@@ -463,24 +462,6 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
         remove_step_hooks(engine)
         engine.close()
         gc.collect()
-
-
-def passes_of(
-    twin: nn.Module, batch: Any, micro_batches: int, answers: Any = None, loss: Any = loss_of
-) -> Callable[[], None]:
-    """Return a function that runs the passes of one optimizer step."""
-    from onefold.sharding import no_sync
-
-    def passes() -> None:
-        for k in range(micro_batches):
-            with (
-                no_sync(twin) if k + 1 < micro_batches else nullcontext(),
-                torch.enable_grad(),
-                answers or nullcontext(),
-            ):
-                backward(loss(call(twin, batch)))
-
-    return passes
 
 
 def optimizers_of(
