@@ -41,7 +41,7 @@ from functools import lru_cache
 from typing import Any
 
 from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
-from onefold.plan.activity import OnHost, divided, on_host
+from onefold.plan.activity import divided, on_host
 from onefold.plan.degrees import AXES, Degrees, dims_of
 from onefold.plan.hardware import Machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
@@ -219,20 +219,20 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
     recipe, accumulation = pipelined(scheme.recipe(job), degrees), question.micro_batches(scheme)
     found = []
     for stage in unlike(stages_of(model, degrees)):
-        kept = OnHost(question.activity(scheme, stage))
+        kept = question.activity(scheme, stage)
         if recipe.offload_activations is not None:
-            kept = on_host(kept.activity, recipe.offload_activations, machine.shared)
+            kept = on_host(kept, recipe.offload_activations, machine.shared)
         program = _program(
-            stage, degrees, recipe, machine.node_ranks, tuple(kept.moved.items()),
+            stage, degrees, recipe, machine.node_ranks, kept.away,
             tuple(in_layers(question, scheme, stage)), job.optimizer, not machine.shared, accumulation,
         )  # fmt: skip
-        peak = peak_of(program, kept.activity, 0.0 if machine.is_here else FRAGMENTED)
+        peak = peak_of(program, kept, 0.0 if machine.is_here else FRAGMENTED)
         found.append((stage, program, kept, peak))
-    slowest = max(found, key=lambda one: one[2].activity.flops)
+    slowest = max(found, key=lambda one: one[2].flops)
     stage, program, kept, peak = max(found, key=lambda one: sum(one[-1].values()))
     owned, (_, held) = program.owned, offloaded_bytes(program)
-    if kept.nbytes:
-        held[HOST][ACTIVATIONS] = kept.nbytes
+    if kept.on_host:
+        held[HOST][ACTIVATIONS] = kept.on_host
     seconds, busy, notes = dict[str, float](), dict[str, float](), tuple[str, ...]()
     if machine.is_timed:
         seconds, busy = _seconds(question, scheme, *slowest[:3])
@@ -277,7 +277,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         usable=usable,
         needed=needed,
         accumulation=accumulation,
-        notes=(*kept.activity.notes, *notes),
+        notes=(*kept.notes, *notes),
         reserve=reserve,
         owners=owned.balance if owned and owned.balance.matrices else None,
         pipeline_stage=stage.index,
@@ -370,11 +370,11 @@ def flop_seconds(question: Question) -> float:
 
 
 def _seconds(
-    question: Question, scheme: Scheme, stage: Stage, program: Program, kept: OnHost
+    question: Question, scheme: Scheme, stage: Stage, program: Program, kept: Activity
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return (the seconds of a step, those in which tiers are busy)."""
     machine, soft, each = question.machine, question.machine.software, flop_seconds(question)
-    passes = {at: one.flops * each for at, one in kept.activity.passes.items()}
+    passes = {at: one.flops * each for at, one in kept.passes.items()}
     parts, busy = step_seconds(program, machine, passes)
     out = dict.fromkeys(SECONDS[:-1], 0.0) | parts
     if scheme.degrees.pp > 1:

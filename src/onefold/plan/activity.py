@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from onefold.offload.activations import NEAR, SLAB, SMALLEST
 from onefold.plan.degrees import Degrees, dims_of
@@ -177,22 +176,7 @@ def in_flight(degrees: Degrees, index: int, micro_batches: int) -> int:
 # -- on the host -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OnHost:
-    """An activity of which the host holds a part.
-
-    Attributes:
-        activity: what is left on the device.
-        moved: bytes of a micro-batch that go down and come up again, by unit.
-        nbytes: bytes of host memory for them, in whole slabs.
-    """
-
-    activity: Activity
-    moved: Mapping[str, int] = field(default_factory=dict)
-    nbytes: int = 0
-
-
-def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
+def on_host(activity: Activity, budget: int, shared: bool) -> Activity:
     """Move up to `budget` bytes of an activity to the host.
 
     Args:
@@ -212,4 +196,4 @@ def on_host(activity: Activity, budget: int, shared: bool) -> OnHost:
         gone, moved[row.unit] = gone + leaves, moved[row.unit] + leaves
         ahead = max(near, row.largest)  # what is fetched ahead: `near` bytes, or one copy
     slabs = min(budget, -(-gone // SLAB) * SLAB)
-    return OnHost(replace(activity, rows=rows), moved, slabs)
+    return replace(activity, rows=rows, away=tuple(moved.items()), on_host=slabs)

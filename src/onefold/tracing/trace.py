@@ -51,11 +51,14 @@ class Activity:
         rows: in the order of the forward pass.
         notes: what was assumed, as sentences.
         beside: bytes that other micro-batches keep meanwhile.
+        away: (unit, bytes that go to the host and come back). on_host: the host's bytes for them.
     """
 
     rows: Sequence[UnitActivity]
     notes: tuple[str, ...] = ()
     beside: int = 0
+    away: tuple[tuple[str, int], ...] = ()
+    on_host: int = 0
 
     @cached_property
     def passes(self) -> Mapping[tuple[str, str], Pass]:
