@@ -233,10 +233,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
     owned, (_, held) = program.owned, offloaded_bytes(program)
     if kept.on_host:
         held[HOST][ACTIVATIONS] = kept.on_host
-    seconds, busy, notes = dict[str, float](), dict[str, float](), tuple[str, ...]()
-    if machine.is_timed:
-        seconds, busy = _seconds(question, scheme, *slowest[:3])
-        notes = (_reached(machine),)
+    seconds, busy = _seconds(question, scheme, *slowest[:3])
     links, wire, sent = Counter[str](), program.bytes_of("move"), dict[str, int]()
     for op, times in program.counted():
         if op.kind == "move":
@@ -277,7 +274,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         usable=usable,
         needed=needed,
         accumulation=accumulation,
-        notes=(*kept.notes, *notes),
+        notes=(*kept.notes, _reached(machine)) if machine.is_timed else kept.notes,
         reserve=reserve,
         owners=owned.balance if owned and owned.balance.matrices else None,
         pipeline_stage=stage.index,
@@ -372,8 +369,10 @@ def flop_seconds(question: Question) -> float:
 def _seconds(
     question: Question, scheme: Scheme, stage: Stage, program: Program, kept: Activity
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return (the seconds of a step, those in which tiers are busy)."""
+    """Return (the seconds of a step, those in which tiers are busy); ({}, {}) if no speeds are known."""
     machine, soft, each = question.machine, question.machine.software, flop_seconds(question)
+    if not machine.is_timed:
+        return {}, {}
     passes = {at: one.flops * each for at, one in kept.passes.items()}
     parts, busy = step_seconds(program, machine, passes)
     out = dict.fromkeys(SECONDS[:-1], 0.0) | parts
