@@ -41,6 +41,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -51,7 +52,7 @@ from onefold.device.copies import WINDOW
 from onefold.layout import Hop, Level, ShardSpec, Topology
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, OWNED, REDUCTION, MemoryLedger, Pool
 from onefold.plan.owned import Owned, touched_by
-from onefold.plan.rank import UnitPlan, outer
+from onefold.plan.rank import UnitPlan
 from onefold.plan.states import at_rest, states_on_disk
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
@@ -123,24 +124,20 @@ def gathered(flat: ShardSpec, renewing: bool) -> list[tuple[Level, int]]:
 
 
 @dataclass(eq=False)
-class Unit:
-    """A unit's gathered buffers, by number of the flat buffer, and encoded data that arrives.
+class Unit(UnitPlan):
+    """A unit with its gathered buffers, by number of the flat buffer, and encoded data that arrives.
     `arrival`: the last operation of each gather under way.
     """
 
-    plan: UnitPlan
     held: dict[int, torch.Tensor] = field(default_factory=dict)
     coded: list[torch.Tensor] = field(default_factory=list)
     gathered: bool = False
     arrival: list[int] = field(default_factory=list)
 
-    def encloses(self, other: Unit) -> bool:
-        return self.plan.encloses(other.plan)
-
     @cached_property
     def nbytes(self) -> int:
         """Bytes of the gathered unit."""
-        return sum(f.numel * f.dtypes.compute.itemsize for f in self.plan.flats if not f.resident)
+        return sum(f.numel * f.dtypes.compute.itemsize for f in self.flats if not f.resident)
 
 
 @dataclass
@@ -192,18 +189,19 @@ class Program:
         flats = [flat for unit in units for flat in unit.flats]
         self.ledger = MemoryLedger()
         self.pool = Pool(torch.device("meta"), self.ledger)
-        self.units = [Unit(u) for u in units]
+        self.units = [Unit(u.name, u.flats, u.ranks, u.looks_up_only) for u in units]
         self.holders = {
             id(flat): held for u in units for flat, held in zip(u.flats, u.ranks, strict=True)
         }
         self.ahead = recipe.units_ahead(any(f.topology.two_levels for f in flats))
         self.unsharded = all(f.unsharded for f in flats)
-        self.outer = outer(units)
+        # Around others: around the next, since they are in the order of `named_modules()`
+        self.outer = {u for u, after in pairwise(self.units) if u.encloses(after)}
         # In the order of the forward pass, and of the backward pass
-        self.gathered = [u for u in self.units if not u.plan.resident]
-        self.needed = [u for u in backwards(self.gathered) if not u.plan.looks_up_only]
-        turns = self.gathered and recipe.reshard_after_forward
-        self.turning = last_units(self.gathered, self.needed) if turns else set()
+        self.sharded = [u for u in self.units if not u.resident]
+        self.needed = [u for u in backwards(self.sharded) if not u.looks_up_only]
+        turns = self.sharded and recipe.reshard_after_forward
+        self.turning = last_units(self.sharded, self.needed) if turns else set()
         # The embedding is a unit, so the root holds a final norm or a head
         self.ends_first = any(u.looks_up_only for u in units)
         boundary, group = recipe.reduces_at == "boundary", recipe.gradients.over == GROUP
@@ -288,7 +286,7 @@ class Program:
 
     def _pass(self, unit: Unit) -> None:
         """The model computes with a unit, and its layers send along other axes."""
-        name, phase = unit.plan.name, self.phase
+        name, phase = unit.name, self.phase
         arrival, unit.arrival = unit.arrival, []
         away = self.away.get(name, 0)
         if phase == "backward":  # fetched while the unit before runs
@@ -335,10 +333,10 @@ class Program:
     # -- forward -----------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        self.coming = [*self.gathered]
+        self.coming = [*self.sharded]
         self.renewing, self.phase = self.micro == 0, "forward"
         for unit in self.units if self.renewing else ():  # resident buffers are stale after a step
-            for flat in unit.plan.flats:
+            for flat in unit.flats:
                 if flat.resident and flat.trainable:
                     self._gathers(unit, flat)
         open_units: list[Unit] = []
@@ -346,7 +344,7 @@ class Program:
             while open_units and not open_units[-1].encloses(unit):
                 self._leave(open_units.pop())
             self._acquire(unit)
-            if unit.plan.name not in self.outer:
+            if unit not in self.outer:
                 self._pass(unit)
             open_units.append(unit)
         while open_units:
@@ -354,16 +352,16 @@ class Program:
         self.pool.drain()
 
     def _leave(self, unit: Unit) -> None:
-        if unit.plan.name in self.outer:  # what follows the units inside
+        if unit in self.outer:  # what follows the units inside
             self._pass(unit)
-        self._moment(unit.plan.name)
+        self._moment(unit.name)
         if unit in self.turning:  # it stays gathered for the backward pass
             self.unused.add(unit)
         elif unit.gathered and self.recipe.reshard_after_forward:
             self._release(unit)
 
     def _acquire(self, unit: Unit) -> None:
-        if unit.plan.resident:
+        if unit.resident:
             return
         if unit in self.coming:
             del self.coming[: self.coming.index(unit) + 1]
@@ -386,14 +384,14 @@ class Program:
                 self._launch(following)
                 ahead += 1
         for following in self.coming[:1] if self.ahead else ():
-            for i, flat in enumerate(following.plan.flats):
+            for i, flat in enumerate(following.flats):
                 if not following.gathered and flat.gathers_from_disk and self._reads(flat):
                     self._hold(following, i)
 
     def _launch(self, unit: Unit) -> None:
         unit.gathered = True
         self.unused.add(unit)
-        for i, flat in enumerate(unit.plan.flats):
+        for i, flat in enumerate(unit.flats):
             if not flat.resident:
                 self._hold(unit, i)
                 self._gathers(unit, flat)
@@ -405,7 +403,7 @@ class Program:
         coded, unit.coded = unit.coded, []
         for buffer in coded:
             self.pool.give(buffer)
-        for flat in unit.plan.flats if coded else ():
+        for flat in unit.flats if coded else ():
             if flat.gather_codec is not None and not flat.resident:
                 self._op("code", COMPUTE, flat.ranks * _coded(flat), unit.arrival)
 
@@ -419,7 +417,7 @@ class Program:
     def _hold(self, unit: Unit, i: int) -> None:
         """Take a buffer if it is not held yet."""
         if i not in unit.held:
-            flat = unit.plan.flats[i]
+            flat = unit.flats[i]
             unit.held[i] = self.pool.take(flat.numel, flat.dtypes.compute, GATHERED)
 
     def _release(self, unit: Unit) -> None:
@@ -443,15 +441,15 @@ class Program:
         # The root, if it only holds what follows the blocks: it completes before them
         tail: list[Unit] = []
         for unit in backwards(self.units):
-            if tail and any(c.isdigit() for c in unit.plan.name):
+            if tail and any(c.isdigit() for c in unit.name):
                 self._complete(tail.pop())
             while around and not around[-1].encloses(unit):
                 self._complete(around.pop())
-            if not unit.plan.looks_up_only:
+            if not unit.looks_up_only:
                 self._acquire(unit)
             self._pass(unit)
-            ends = unit.plan.path == "" and self.ends_first
-            if unit.plan.name not in self.outer and not ends:
+            ends = unit.path == "" and self.ends_first
+            if unit not in self.outer and not ends:
                 self._complete(unit)
                 continue
             # Its parameters get their last gradient after the units inside. Some (a final norm, a
@@ -497,18 +495,18 @@ class Program:
                 self._land(self.on_next_hop.pop(0))
         if unit.gathered:
             self._release(unit)
-        self._moment(unit.plan.name)
+        self._moment(unit.name)
 
     def _own_gradients(self, unit: Unit) -> None:
         """Count the gradients that autograd leaves in parameters without hooks of the engine."""
-        for flat in unit.plan.flats:
+        for flat in unit.flats:
             if flat.unsharded and flat.trainable and id(flat) not in self.has_grad:
                 self.has_grad.add(id(flat))
                 self.ledger.add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
     def _store(self, unit: Unit) -> list[ShardSpec]:
         """Take the buffers in which the unit's gradients are collected, if they are not there."""
-        flats = [f for f in unit.plan.flats if f.trainable and not f.unsharded]
+        flats = [f for f in unit.flats if f.trainable and not f.unsharded]
         for flat in flats:
             if id(flat) not in self.grads:
                 dtype = flat.dtypes.sums if self.deferring else flat.dtypes.wire

@@ -245,7 +245,7 @@ def _counts(sizes: Sequence[int], parts: int) -> list[int]:
 # -- flat buffers ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class UnitPlan:
     """A unit's flat buffers on one rank.
 
@@ -371,10 +371,3 @@ def rests_encoded(p: Parameter, recipe: Recipe) -> bool:
     """Return whether a frozen weight is stored encoded, by the rule of runtime/units.py."""
     frozen = recipe.frozen is not None and not p.trainable and len(p.shape) >= 2
     return frozen and p.dtype in LOW and not p.looked_up
-
-
-def outer(units: Sequence[UnitPlan]) -> frozenset[str]:
-    """Return the names of the units that lie around other units: around the next, since they are in the
-    order of `named_modules()`.
-    """
-    return frozenset(unit.name for unit, after in pairwise(units) if unit.encloses(after))
