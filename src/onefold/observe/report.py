@@ -26,7 +26,7 @@ from onefold.observe.runfile import (
     read_observed,
 )
 from onefold.observe.trace import Recording
-from onefold.plan.schema import MOVED, Account, compare
+from onefold.plan.schema import MOVED, Account
 from onefold.wording import readable
 
 MIB = 1 << 20
@@ -111,16 +111,18 @@ def sections(folder: Path) -> dict[str, Any]:
 
 
 def comparison(plan: Account, measured: Account) -> list[dict[str, str]]:
-    """Return the lines of `compare` as rows. At peak, the plan counts logits with their fp32 copy and
-    their gradient; the ledger counts only what is saved.
+    """Return both accounts line by line, first the lines of the plan. At peak, the plan counts logits
+    with their fp32 copy and their gradient; the ledger counts only what is saved.
     """
+    titles = "of one rank", "predicted", "measured", "measured ÷ predicted"
+    units = {name: unit for account in (plan, measured) for name, unit, _ in account.lines()}
+    told, seen = ({name: n for name, _, n in account.lines()} for account in (plan, measured))
     rows = []
-    for line in compare(plan, measured):
-        ratio = "–" if line.ratio is None else f"{line.ratio:.3f}"
-        both = (_said(value, line.unit) for value in (line.predicted, line.measured))
-        values = line.name, *both, ratio
-        names = "of one rank", "predicted", "measured", "measured ÷ predicted"
-        rows.append(dict(zip(names, values, strict=True)))
+    for name, unit in units.items():
+        a, b = told.get(name), seen.get(name)
+        ratio = f"{b / a:.3f}" if a and b is not None else "–"
+        values = name, _said(a, unit), _said(b, unit), ratio
+        rows.append(dict(zip(titles, values, strict=True)))
     return rows
 
 

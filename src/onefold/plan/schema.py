@@ -2,7 +2,7 @@
 
     onefold.plan(...)  ──►  Account  ◄──  the ledgers of a run
                               │
-                          compare()      line by line: predicted, measured, ratio
+                           lines()       in a report: predicted, measured, ratio
 
 Bytes are those of one rank, seconds are wall-clock, and a step has all its micro-batches.
 """
@@ -115,7 +115,7 @@ class Account:
         return asdict(self)
 
     def lines(self) -> Iterator[tuple[str, str, float]]:
-        """Yield (name, unit, value) of every figure, for `compare`."""
+        """Yield (name, unit, value) of every figure."""
         held = {"at rest": self.rest, "at peak": self.peak, "engine at its peak": self.ledger}
         for title, table in {**held, **self.offloaded, "wire": self.wire}.items():
             yield from ((f"{title}: {name}", "bytes", n) for name, n in table.items() if n)
@@ -128,31 +128,3 @@ class Account:
             yield "tokens/s", "1/s", self.tokens_per_s
         if self.mfu is not None:
             yield "MFU", "", self.mfu
-
-
-@dataclass(frozen=True)
-class Line:
-    """One figure, predicted and measured; None if one account lacks it. `ratio` is measured ÷
-    predicted.
-    """
-
-    name: str
-    unit: str
-    predicted: float | None
-    measured: float | None
-
-    @property
-    def ratio(self) -> float | None:
-        return (
-            self.measured / self.predicted if self.predicted and self.measured is not None else None
-        )
-
-
-def compare(predicted: Account, measured: Account) -> list[Line]:
-    """Return both accounts line by line: first the lines of the prediction, then those that only
-    the measurement has.
-    """
-    both = predicted, measured
-    units = {name: unit for account in both for name, unit, _ in account.lines()}
-    left, right = ({name: value for name, _, value in account.lines()} for account in both)
-    return [Line(name, unit, left.get(name), right.get(name)) for name, unit in units.items()]
