@@ -34,28 +34,21 @@ def simulated(plan: Plan, model: Any, rank: int | None) -> list[Simulation]:
         raise ValueError(plan.why_not)
     candidate, machine, job = plan.shown, plan.machine, plan.job
     scheme, degrees = candidate.scheme, candidate.scheme.degrees
-    ranks: Any = machine.ranks
-    own_code, firsts, seq = (
-        not (job.lora_rank or isinstance(model, float)),
-        [0],
-        min(job.seq, TOKENS),
-    )
-    if not degrees.data_only:
-        each = degrees.ranks // degrees.pp
-        firsts = [stage.index * each for stage in unlike(stages_of(plan.model, degrees))]
-        ranks, own_code, seq = degrees, False, job.seq
+    own_code = degrees.data_only and not (job.lora_rank or isinstance(model, float))
+    each = degrees.ranks // degrees.pp
+    firsts = [stage.index * each for stage in unlike(stages_of(plan.model, degrees))]
     return [
         simulate(
             model if own_code else plan.model,
             scheme.recipe(job),
-            ranks,
+            degrees,
             rank=at,
             # Torch's 1F1B takes at least a micro-batch a stage; more of them are like the others
             micro_batches=min(candidate.accumulation, max(degrees.pp, MICRO_BATCHES)),
             checkpointing=scheme.checkpointing,  # type: ignore[arg-type]
             optimizer=job.optimizer,
-            samples=scheme.micro_batch if ranks is degrees else 1,
-            seq=seq,
+            samples=1 if own_code else scheme.micro_batch,
+            seq=min(job.seq, TOKENS) if own_code else job.seq,
             per_node=machine.node_ranks,
         )
         for at in (firsts if rank is None else [rank])
