@@ -64,7 +64,7 @@ class KnownOptimizer:
         name: of the class.
         module: where the class is; "" if no library that Onefold knows has it.
         package: what to install for the module; "" for torch's own.
-        update: what the update looks at. tests/recipe/test_optimizer_table.py holds it against a trial.
+        update: what the update looks at. tests/optim/test_optimizers.py holds it against a trial.
         refused: why no front end offers it, as a sentence without its end; "" if some do.
         states: what it keeps for a parameter; None: the plan does not count it.
         arguments: what the row's name says beyond the class.
