@@ -28,7 +28,7 @@ def test_an_architecture_has_the_published_number_of_parameters(name: str) -> No
 def test_other_spellings_are_found_and_names_that_are_none_are_answered_with_the_nearest() -> None:
     row = known("meta-llama/Meta-Llama-3.1-8B")
     assert row is not None and row.name == "llama-3-8b"
-    with pytest.raises(ValueError, match=r"Did you mean 'llama-3-70b'.*Or give a folder"):
+    with pytest.raises(ValueError, match=r"Did you mean 'llama-3-70b'.*Or give a config.json"):
         module_of("llama-3-71b")
 
 

@@ -284,7 +284,7 @@ def train(row: Row, folder: Path) -> Seen:
     """Train the row on this rank, look at everything, save it to `folder / "saved"`, and go on for
     a step.
     """
-    if row.options.get("moments", "fp32") != "fp32":
+    if row.options.get("moments", "fp32") != "fp32" or row.options.get("frozen") == "nf4":
         job = sharded(row, folder / "disk")  # tables of a format are made once in a process
         for number in range(STEPS):
             job.step(number)
