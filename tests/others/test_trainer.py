@@ -95,10 +95,10 @@ def test_the_best_weights_are_loaded_at_the_end(folder: Path) -> None:
     from others.runs import SAVES, trained
 
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
-    worse = {"learning_rate": 3.0, "lr_scheduler_type": "constant"}  # from step to step
-    run = trained(folder, 3, **SAVES, **best, **worse, save_total_limit=2)
+    highest = {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # the first
+    run = trained(folder, 3, **SAVES, **best, **highest, save_total_limit=2)
     assert run.trainer.state.best_model_checkpoint.endswith("checkpoint-2")
-    assert run.evaluated[1] > run.evaluated[0]
+    assert run.evaluated[1] < run.evaluated[0]
     after = run.trainer.evaluate()["eval_loss"]
     assert after == pytest.approx(run.evaluated[0], rel=1e-6)
 

@@ -272,7 +272,9 @@ assert onefold.plan(6e8, gpus=8, gpu="h100-80", seq=1024, micro_batch=1).recomme
 
 @slow
 @pytest.mark.timeout(3600)
-def test_a_wheel_beside_torch_safetensors_and_numpy_trains_saves_and_plans(tmp_path: Path) -> None:
+def test_a_wheel_beside_torch_safetensors_numpy_and_pydantic_trains_saves_and_plans(
+    tmp_path: Path,
+) -> None:
     """In a fresh environment; torch is installed once more, which takes minutes."""
     source, pins = tmp_path / "source", ROOT / "constraints.txt"
     shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("*.egg-info"))
@@ -284,7 +286,7 @@ def test_a_wheel_beside_torch_safetensors_and_numpy_trains_saves_and_plans(tmp_p
     command(sys.executable, "-m", "venv", tmp_path / "fresh", cwd=tmp_path)
     programs = tmp_path / "fresh" / "bin"
     install = (programs / "python", "-m", "pip", "install", "--quiet")
-    needed = re.findall(r"(?m)^(?:torch|safetensors|numpy)==\S+", pins.read_text())
+    needed = re.findall(r"(?m)^(?:torch|safetensors|numpy|pydantic)==\S+", pins.read_text())
     command(*install, *needed, "-c", pins, cwd=tmp_path)
     command(*install, "--no-deps", wheel, cwd=tmp_path)
     command(programs / "python", "-m", "pip", "check", cwd=tmp_path)  # it asks for nothing else

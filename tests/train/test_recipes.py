@@ -167,7 +167,7 @@ def test_each_recipe_trains_a_small_llama_as_without_it(
         assert (said["tiers"]["parameters"] == "host") is on_host
         assert ("nf4" in said["recipe"]) is ("frozen" in recipe.train)
         if "moments" in recipe.train:
-            assert f"moments in {recipe.train['moments']}" in said["recipe"]
+            assert f"moments={recipe.train['moments']!r}" in said["recipe"]
         share = said["trained"] / said["parameters"]
         assert share < 0.6 if "lora" in recipe.train else share == 1
 

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -148,7 +149,9 @@ def _of_gguf(file: Path) -> Any:
     of = f"{file.resolve()} {state.st_size} {state.st_mtime_ns} {__version__}"
     kept = default_path().parent / "tokenizers" / hashlib.sha256(of.encode()).hexdigest()[:16]
     if kept.is_dir():
-        return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+        with contextlib.suppress(OSError, ValueError):
+            return AutoTokenizer.from_pretrained(str(kept), local_files_only=True)
+        shutil.rmtree(kept, ignore_errors=True)  # it is damaged
     words = AutoTokenizer.from_pretrained(
         str(file.parent), gguf_file=file.name, local_files_only=True
     )
