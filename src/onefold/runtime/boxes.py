@@ -164,10 +164,12 @@ class Box:
             local, DTensorSpec(self.kind.mesh, self.kind.placements, tensor_meta=meta)
         )
 
-    def leaf(self, local: torch.Tensor, trained: bool) -> nn.Parameter:
-        """Return the parameter that a pass sees, as a DTensor over `local`."""
-        self.freed = Freed(local)
-        return nn.Parameter(self.over(local), requires_grad=trained)
+    def leaf(self, local: torch.Tensor, offset: int, trained: bool) -> nn.Parameter:
+        """Return the parameter that a pass sees: a DTensor over what lies at `offset` in a buffer.
+        (It has that offset itself, or torch.compile cannot imitate it.)
+        """
+        self.freed = Freed(local, offset)
+        return nn.Parameter(self.over(self.freed), requires_grad=trained)
 
     def firsts(self, ranks: Sequence[int]) -> list[int]:
         """Return the place, in `ranks`, of one holder of each box: the one that is first there."""
@@ -206,16 +208,16 @@ class Box:
 class Freed(torch.Tensor):
     """The local tensor of a DTensor whose unit is not gathered: it has a shape and no memory."""
 
-    def __new__(cls, local: torch.Tensor) -> Any:
+    def __new__(cls, local: torch.Tensor, offset: int) -> Any:
         return cls._make_wrapper_subclass(
-            cls, local.shape, local.stride(), dtype=local.dtype, device=local.device
+            cls, local.shape, local.stride(), offset, dtype=local.dtype, device=local.device
         )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         # Autograd asks for views of a leaf to find its node
         if func in (torch.ops.aten.view.default, torch.ops.aten.detach.default):
-            return cls(args[0])
+            return cls(args[0], args[0].storage_offset())
         raise RuntimeError(
             f"{func} was given a DTensor parameter that is not gathered: code has kept it from an"
             " earlier pass, or from another module's. Read it from its module again."

@@ -354,7 +354,7 @@ class Flat:
             entry.local = entry.compute = Whole(entry.released, requires_grad=entry.active)
         else:
             entry.local = entry.released.data  # a version counter of its own
-            entry.compute = entry.box.leaf(entry.local, entry.active)
+            entry.compute = entry.box.leaf(entry.local, entry.slot.start, entry.active)
         move_hooks(old, entry.compute, partial(on_leaf, entry))
         old.__dict__.pop("_onefold_dtypes", None)
         # One dictionary for both: a forward pass sees the attributes that anybody puts on a
