@@ -4,9 +4,11 @@ in arguments and results, and what torch.compile must leave alone.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -33,18 +35,26 @@ def tensors_in(value: Any, depth: int = 4) -> list[Any]:
     return [t for part in parts for t in tensors_in(part, depth - 1)]
 
 
-def mapped(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """Return `value` with each tensor in its lists, tuples and dicts replaced by `change(tensor)`."""
-    # torch's own trees take five times as long, and this is in every operation on a parameter
+def mapped(value: Any, change: Callable[[torch.Tensor], Any], objects: int = 0) -> Any:
+    """Return `value` with each tensor in its lists, tuples and dicts replaced by `change(tensor)`.
+    `objects`: so many levels of dataclasses, plain objects and dicts of other classes are copied too.
+    """
     if isinstance(value, torch.Tensor):
         return change(value)
     if not tensors_in(value):
         return value
     if isinstance(value, (list, tuple, set)):
-        parts = [mapped(v, change) for v in value]
+        parts = [mapped(v, change, objects) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     if type(value) is dict:
-        return {k: mapped(v, change) for k, v in value.items()}
+        return {k: mapped(v, change, objects) for k, v in value.items()}
+    if objects:
+        out = copy.copy(value)
+        for k, v in value.items() if isinstance(value, dict) else vars(value).items():
+            # An output of transformers: its items are attributes too
+            put = out.__setitem__ if isinstance(value, dict) else partial(object.__setattr__, out)
+            put(k, mapped(v, change, objects - 1))
+        return out
     return value
 
 

@@ -18,7 +18,6 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.utils import _apply_to_tensors
 
 from onefold.memory import storage_of
 from onefold.runtime.agree import agree_and_finish
@@ -30,6 +29,7 @@ from onefold.runtime.differentiate import (
     in_autograd,
     keep_from_compiler,
     keep_hooks_from_compiler,
+    mapped,
     refuse_transforms,
     still_open,
     tensors_in,
@@ -526,7 +526,7 @@ def copied_out(output: Any, buffers: Mapping[int, Any]) -> Any:
     """
     inside = [t for t in tensors_in(output) if is_in(buffers, t)] if buffers else []
     copies = {id(t): t.clone() for t in inside}  # one for each object, however often it occurs
-    return _apply_to_tensors(lambda t: copies.get(id(t), t), output) if copies else output
+    return mapped(output, lambda t: copies.get(id(t), t), objects=4) if copies else output
 
 
 # -- torch.func ------------------------------------------------------------------------------------
