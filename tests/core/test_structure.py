@@ -7,6 +7,7 @@ import gc
 import weakref
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,3 +298,28 @@ def test_a_backward_pass_of_a_model_that_is_gone_says_so() -> None:
     gc.collect()
     with pytest.raises(RuntimeError, match="sharded model is gone"):
         loss.backward()
+
+
+class _Named(nn.Module):
+    """Returns a part of its weight in a plain object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(y=self.layer(x), part=self.layer.weight[1:3])
+
+
+@on_ranks(2)
+def test_a_part_of_a_weight_in_an_object_that_a_pass_returns_is_a_copy() -> None:
+    torch.manual_seed(0)
+    plain = _Named()
+    expected = plain.layer.weight.detach()[1:3].clone()
+    model = onefold.shard(plain, onefold.Recipe.zero(3))
+    found = model(torch.ones(2, 4))
+    assert type(found.part.grad_fn).__name__ == "CloneBackward0"
+    found.part.square().sum().backward()
+    assert found.part.equal(expected)
+    onefold.clip_grad_norm_(model, 1.0)
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
