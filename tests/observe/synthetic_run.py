@@ -10,8 +10,9 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+from onefold.comm import TrafficEvent
 from onefold.observe.runfile import write_observed
-from onefold.observe.trace import Move, Recording, covered
+from onefold.observe.trace import Recording, covered
 from onefold.plan import schema
 from onefold.plan.schema import Account
 from onefold.recipe import Recipe
@@ -53,7 +54,16 @@ class Clock:
         landed = max(launched + size / (2e9 if kind == "all-gather" else 1.4e9), self.now)
         nbytes = size * (RANKS - 1) // RANKS
         self.step.moves.append(
-            Move(kind, unit, nbytes, "float32", phase, launched, landed + exposed, exposed)
+            TrafficEvent(
+                kind,
+                unit,
+                nbytes,
+                dtype="float32",
+                phase=phase,
+                launched=launched,
+                landed=landed + exposed,
+                exposed=exposed,
+            )
         )
         return landed + exposed
 

@@ -8,6 +8,7 @@ timing events on the compute stream, before and after the wait, are read once bo
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -38,7 +39,7 @@ class TrafficEvent:
         between: of `nbytes`, those to ranks on other nodes (`Group.borders`).
         plain: the bytes that `nbytes` were encoded from; 0 if the move was not encoded.
         launched, landed: seconds of `time.perf_counter`. `landed` is when the move was complete on
-            this rank; None while it is in flight.
+            this rank; infinite while it is in flight.
         exposed: seconds in which the rank waited for it.
     """
 
@@ -53,7 +54,7 @@ class TrafficEvent:
     between: int = 0
     plain: int = 0
     launched: float = field(default_factory=time.perf_counter)
-    landed: float | None = None
+    landed: float = math.inf
     exposed: float = 0.0
 
 

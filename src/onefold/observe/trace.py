@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from onefold.comm import STEP_MOVES
+from onefold.comm import STEP_MOVES, TrafficEvent
 from onefold.device import memory_figures
 from onefold.observe.activations import Activations
 from onefold.observe.memory import DEVICE, HOST, NVME, Held, ledgers_of, moments_by_tier, ordered
@@ -30,34 +30,14 @@ from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
 
 
-@dataclass(frozen=True)
-class Move:
-    """One move: this rank sent `nbytes` of payload.
-
-    Attributes:
-        launched, landed: when it began and ended. exposed: seconds that this rank waited for it,
-            ending at `landed`.
-        between: the part of `nbytes` that went to other nodes.
-    """
-
-    move: str
-    unit: str
-    nbytes: int
-    dtype: str
-    phase: str
-    launched: float
-    landed: float
-    exposed: float
-    between: int = 0
-
-
 @dataclass
 class Recording:
     """What `record` recorded on one rank.
 
     Attributes:
         start, end: times of the window. steps: optimizer steps in it.
-        moves: in the order in which they began. updates: when the optimizer stepped, (start, end).
+        moves: in the order in which they began; `landed` of those that had not by `end` is `end`, and
+            of copies and reads, whose end is not known, `launched`. updates: when the optimizer stepped, (start, end).
         tiers: the memory of the device, and of the offload tiers that held anything ("host", "nvme").
         exposed: seconds that this rank waited for other ranks, including small control messages.
         io: seconds that this rank waited for NVMe.
@@ -68,7 +48,7 @@ class Recording:
     start: float = 0.0
     end: float = 0.0
     steps: int = 0
-    moves: list[Move] = field(default_factory=list)
+    moves: list[TrafficEvent] = field(default_factory=list)
     updates: list[tuple[float, float]] = field(default_factory=list)
     tiers: dict[str, Held] = field(default_factory=lambda: {DEVICE: Held()})
     exposed: float = 0.0
@@ -139,53 +119,35 @@ def record(
         raise RuntimeError("this model is being recorded already: end the other record() first.")
     seen = Recording(engine.rank, engine.world_size, activations_watched=activations)
     traffic, moved, ledgers = engine.traffic, engine.transfers.moved, ledgers_of(engine)
-    rings: list[deque[Any]] = [traffic.events, moved.events]
-    rings += [ledger.timeline for ledger in ledgers.values()]
     with contextlib.ExitStack() as stack:
         saved = stack.enter_context(Activations(model)) if activations else None
         _watch_steps(optimizer, engine, seen, stack)
+        for each in (traffic, moved):
+            each.events.clear()
         for tier, ledger in ledgers.items():
             seen.tiers.setdefault(tier, Held()).held |= ledger.now()
-        for ring in rings:
-            ring.clear()
+            ledger.timeline.clear()
+            ledger.record = True
         exposed, waited = traffic.exposed, moved.exposed
-        _keep_events(engine, True)
         seen.start = time.perf_counter()
         try:
             yield seen
         finally:
-            for ledger in ledgers.values():
+            for tier, ledger in ledgers.items():
                 ledger.look()  # so that the ledger notices gradients that were dropped
+                ledger.record = False
+                seen.tiers[tier].changes += ledger.timeline
+            seen.tiers[DEVICE].changes += saved.changes if saved is not None else ()
             seen.end = time.perf_counter()
-            _keep_events(engine, False)
             seen.exposed, seen.io = traffic.exposed - exposed, moved.exposed - waited
-            _collect(engine, seen, saved)
-
-
-def _keep_events(engine: Engine, wanted: bool) -> None:
-    """Let every ledger keep single events from now on, or stop keeping them."""
-    for ledger in ledgers_of(engine).values():
-        ledger.record = wanted
-    engine.transfers.moved.wanted = (lambda: True) if wanted else bool
-
-
-def _collect(engine: Engine, seen: Recording, saved: Activations | None) -> None:
-    """Copy what the ledgers have noted in the window."""
-    for e in (*engine.traffic.events, *engine.transfers.moved.events):
-        # The ledger does not note when a copy or a read ends, only the total wait
-        unknown = e.launched if e.move in MOVED else seen.end
-        landed = unknown if e.landed is None else e.landed
-        when = e.launched, landed, e.exposed
-        seen.moves.append(Move(e.move, e.unit, e.nbytes, e.dtype, e.phase, *when, e.between))
-    seen.moves.sort(key=lambda m: m.launched)
-    for tier, ledger in ledgers_of(engine).items():
-        held = seen.tiers[tier]
-        held.changes += ledger.timeline
-        if saved is not None and tier == DEVICE:
-            held.changes += [change for change in saved.changes if change[0] <= seen.end]
-        held.changes.sort(key=lambda change: change[0])
-        if tier != DEVICE and not held.held and not held.changes:
-            del seen.tiers[tier]
+            for e in (*traffic.events, *moved.events):
+                landed = e.launched if e.move in MOVED else min(e.landed, seen.end)
+                seen.moves.append(replace(e, landed=landed))
+            seen.moves.sort(key=lambda move: move.launched)
+            for tier, held in list(seen.tiers.items()):
+                held.changes.sort(key=lambda change: change[0])
+                if tier != DEVICE and not held.held and not held.changes:
+                    del seen.tiers[tier]
 
 
 def _watch_steps(

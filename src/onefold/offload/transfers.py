@@ -51,6 +51,7 @@ class Transfers:
         self.host = self.ledgers[Tier.HOST]
         self.disk = self.ledgers[Tier.NVME]
         self.moved = TrafficLedger()
+        self.moved.wanted = lambda: memory.record
         self.down, self.up = (
             CopyStream(device),
             # Casts of masters run there, and gathers begin with them
