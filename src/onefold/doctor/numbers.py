@@ -9,7 +9,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from onefold.doctor.model import Here, assert_equal
+from onefold.doctor.model import Here, assert_close, assert_nowhere
 
 #: Numbers that each rank makes on the host, at most: those of all ranks, for every rank.
 MADE = 1 << 25
@@ -50,11 +50,11 @@ def _check_moves(
 
     whole = room(n * numel)
     dist.all_gather_single(whole, mine[:numel].contiguous())
-    assert_equal(f"all-gather {of}", whole.cpu(), torch.cat(first))
+    assert_close(here, f"all-gather {of}", whole.cpu(), torch.cat(first))
 
     received = room(n * numel)
     dist.all_to_all_single(received, mine)
-    assert_equal(f"all-to-all {of}", received.cpu(), torch.cat(own))
+    assert_close(here, f"all-to-all {of}", received.cpu(), torch.cat(own))
 
     if device.type == "cpu":  # gloo ends the process that sends from a GPU; the engine does not
         after, before = room(numel), (rank - 1) % n
@@ -62,24 +62,27 @@ def _check_moves(
         works = dist.batch_isend_irecv([dist.P2POp(op, tensor, peer) for op, tensor, peer in moves])
         for work in works:
             work.wait()
-        assert_equal(f"send and receive {of}", after, first[before])
+        assert_close(here, f"send and receive {of}", after, first[before])
 
     sums = room(numel)
     dist.reduce_scatter_single(sums, mine.clone())
-    _assert_sum(f"reduce-scatter {of}", sums, own)
+    _assert_sum(here, f"reduce-scatter {of}", sums, own)
 
     total = mine.clone()
     dist.all_reduce(total)
-    _assert_sum(f"all-reduce {of}", total, every)
+    _assert_sum(here, f"all-reduce {of}", total, every)
 
     sent = mine.clone()
     dist.broadcast(sent, 0)
-    assert_equal(f"broadcast {of}", sent.cpu(), every[0])
+    assert_close(here, f"broadcast {of}", sent.cpu(), every[0])
 
 
-def _assert_sum(what: str, found: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Raise AssertionError unless `found` is the sum of `parts`, within the rounding of any order."""
+def _assert_sum(here: Here, what: str, found: torch.Tensor, parts: list[torch.Tensor]) -> None:
+    """Raise AssertionError on every rank unless `found` is the sum of `parts`, within the rounding of any order."""
     wide = torch.stack([part.double() for part in parts])
     room = len(parts) * torch.finfo(found.dtype).eps * wide.abs().sum(0)
     off = (found.cpu().double() - wide.sum(0)).abs()
-    assert bool((off <= room).all()), f"{what}: they differ from their sum by more than rounding"
+    near = bool((off <= room).all())
+    assert_nowhere(
+        here, "" if near else f"{what}: they differ from their sum by more than rounding"
+    )

@@ -22,15 +22,14 @@ from onefold.device import has_streams, memory_figures, synchronize
 from onefold.doctor.model import (
     BLOCKS,
     ROUNDING,
-    VOCABULARY,
     WIDTH,
     Here,
     LeftOut,
     adamw,
-    assert_equal,
+    assert_close,
     assert_near,
-    loss_of,
     one_step,
+    same_bits,
     small,
     train,
 )
@@ -70,20 +69,19 @@ def stages(here: Here) -> str:
     for precision in ROUNDING:
         # Flat over hosts the default would be native sums
         asked: dict[str, Any] = {"precision": precision, "reduce": "ordered"}
-        whole = train(here, Recipe.zero(0, reduce_at="boundary", **asked))
-        again = train(here, Recipe.zero(0, reduce_at="boundary", **asked))
-        assert_equal(f"{precision}: stage 0 and itself (this device's own kernels)", again, whole)
-        for stage in (1, 2, 3):
-            found = train(here, Recipe.zero(stage, reduce_at="boundary", **asked))
-            assert_equal(f"{precision}: stage {stage} and stage 0", found, whole)
-        often = [train(here, Recipe.zero(stage, **asked)) for stage in (2, 3)]
-        assert_equal(f"{precision}: stage 3 and stage 2, reduced every micro-batch", *often)
-        ddp = train(here, precision)
-        assert_near(here, f"{precision}: stage 0 and DDP", whole, ddp, precision)
-        assert_near(here, f"{precision}: stage 2 and DDP", often[0], ddp, precision)
+        whole, *others = (Recipe.zero(s, reduce_at="boundary", **asked) for s in range(4))
+        at_boundary = {"stage 0": whole, "stage 0 again (this device's own kernels)": whole}
+        at_boundary |= {f"stage {recipe.stage}": recipe for recipe in others}
+        often = {f"stage {s}": Recipe.zero(s, **asked) for s in (2, 3)}
+        found = {
+            "stage 0": same_bits(here, precision, at_boundary),
+            "stage 2": same_bits(here, f"{precision}, reduced every micro-batch", often),
+        }
         if here.backend == "nccl":
-            native = train(here, Recipe.zero(3, **{**asked, "reduce": "native"}))
-            assert_near(here, f"{precision}: native sums and DDP", native, ddp, precision)
+            found["native sums"] = train(here, Recipe.zero(3, **{**asked, "reduce": "native"}))
+        ddp = train(here, precision)
+        for name, trained in found.items():
+            assert_near(here, f"{precision}: {name} and DDP", trained, ddp, precision)
     return "stages 0 to 3 agree to the bit in fp32 and bf16, and with DDP within rounding"
 
 
@@ -97,14 +95,14 @@ def two_levels(here: Here) -> str:
             f"the launcher says of one node, and {here.world_size} ranks make no two groups of two: use"
             " 4 ranks, or two nodes"
         )
-    first = train(here, Recipe.zero(3, group=inner), 1)
-    for name, recipe in {
+    recipes = {
+        "stage 3": Recipe.zero(3, group=inner),
         "stage 2": Recipe.zero(2, group=inner),
         "stage 1": Recipe.zero(1, group=inner),
         "a second copy (hpZ)": Recipe.zero(3, group=inner, second_copy=True),
         "HSDP": Recipe.zero(3, shard_group=inner),
-    }.items():
-        assert_equal(f"in groups of {inner}, {name} and stage 3", train(here, recipe, 1), first)
+    }
+    first = same_bits(here, f"in groups of {inner}", recipes, micro_batches=1)
     assert_near(here, f"groups of {inner} and DDP", first, train(here, "fp32", 1), "fp32")
     sent = {}
     for size in (inner, here.world_size):
@@ -118,20 +116,28 @@ def two_levels(here: Here) -> str:
     return f"recipes over groups of {inner} agree to the bit, with {between:,} bytes between them"
 
 
+#: Samples and tokens whose activations are large enough to be moved to the host, 1 MiB each.
+MOVED = 8, 1024
+
+
 def offload(here: Here) -> str:
     """Compare recipes with state on the host, with each other to the bit and with the device."""
     for precision in ROUNDING:
         asked: dict[str, Any] = {"precision": precision}
-        plain = train(here, Recipe.zero(3, **asked))
-        kept = train(here, Recipe.zero(3, offload_activations="cpu", **asked))
-        assert_equal(f"{precision}: activations on the host and on the device", kept, plain)
-        first = train(here, Recipe.zero(2, offload_optimizer="cpu", **asked))
-        for more in ({}, {"offload_param": "cpu"}):
-            found = train(here, Recipe.zero(3, offload_optimizer="cpu", **more, **asked))
-            assert_equal(f"{precision}: optimizer on the host, {more} and stage 2", found, first)
+        kept = Recipe.zero(3, offload_activations="cpu", **asked)
+        recipes = {"on the device": Recipe.zero(3, **asked), "activations on the host": kept}
+        same_bits(here, precision, recipes, shape=MOVED)
+        plain = train(here, recipes["on the device"])
+        asked["offload_optimizer"] = "cpu"
+        hosted = {
+            "stage 2": Recipe.zero(2, **asked),
+            "stage 3": Recipe.zero(3, **asked),
+            "stage 3 with parameters there": Recipe.zero(3, offload_param="cpu", **asked),
+        }
+        first = same_bits(here, f"{precision}: optimizer on the host", hosted)
         what = f"{precision}: optimizer on the host and on the device"
         if here.device.type == "cpu":
-            assert_equal(what, first, plain)
+            assert_close(here, what, first, plain)
         else:
             assert_near(here, what, first, plain, precision)
     return "optimizer, parameters and activations on the host train as on the device"
@@ -169,11 +175,11 @@ def save_and_reload(here: Here) -> str:
 
     loaded, again = _made(here, 3)
     onefold.load(path, model=loaded, optimizer=again)
-    assert_equal("what was loaded", onefold.full_state_dict(loaded), at_the_call)
+    assert_close(here, "what was loaded", onefold.full_state_dict(loaded), at_the_call)
     resumed = [one_step(here, loaded, again, step) for step in (2, 3)]
-    assert_equal("two steps after the load, losses and norms", resumed, went_on)
+    assert_close(here, "two steps after the load, losses and norms", resumed, went_on)
     states = onefold.full_state_dict(loaded), onefold.full_state_dict(model)
-    assert_equal("two steps after the load, weights", *states)
+    assert_close(here, "two steps after the load, weights", *states)
     here.gather(None)
     if here.rank == 0:
         shutil.rmtree(path, ignore_errors=True)
@@ -236,47 +242,37 @@ def no_synchronization(here: Here) -> str:
         for precision in ROUNDING:
             model, optimizer = _made(here, stage, precision)
             for step in range(3):
-                _step_of(here, model, optimizer, step)
+                one_step(here, model, optimizer, step)
             torch.cuda.set_sync_debug_mode("error")
             try:
-                _step_of(here, model, optimizer, 3)
+                one_step(here, model, optimizer, 3)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
     return "steps at stages 0 to 3, clipping included, make the host wait for nothing"
-
-
-def _step_of(here: Here, model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Run a step whose ids come from the device, without reading its loss."""
-    shape = (8, 512) if has_streams(here.device) else (2, 16)
-    loss_of(model, torch.full(shape, number % VOCABULARY, device=here.device)).backward()
-    onefold.clip_grad_norm_(model, 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def overlap(here: Here) -> str:
     """See that more is gathered at a time than without overlap. On an accelerator, compare the waits
     too; on a CPU seconds depend on the load of the machine, and decide nothing.
     """
-    width, blocks = (2048, 8) if has_streams(here.device) else (128, 6)
+    large = has_streams(here.device)
+    width, blocks, shape = (2048, 8, (8, 512)) if large else (128, 6, (2, 16))
     exposed, held = [], []
     for options in dict[str, Any](), {"prefetch": 0, "in_flight": 0}:
         model, optimizer = _made(here, 3, "bf16", width, blocks, **options)
-        traffic = engine_of(model).traffic
         for step in range(2):
-            _step_of(here, model, optimizer, step)
+            one_step(here, model, optimizer, step, 1, shape)
         synchronize(here.device)
-        before = traffic.exposed
         with record(model, optimizer) as seen:
             for step in range(3):
-                _step_of(here, model, optimizer, step)
+                one_step(here, model, optimizer, step, 1, shape)
             synchronize(here.device)
-        exposed.append(traffic.exposed - before)
+        exposed.append(seen.exposed)
         held.append(sum(seen.peak([GATHERED]).values()))
     ahead = f"{held[0]:,} bytes were gathered at a time, {held[1]:,} without overlap"
     assert held[0] > held[1], f"{ahead}: nothing is prefetched"
     hidden = 1 - exposed[0] / exposed[1] if exposed[1] else 0.0
-    if not has_streams(here.device):
+    if not large:
         return f"{ahead}; a CPU has no streams, so seconds decide nothing here"
     assert hidden >= LEAST, (
         f"{hidden:.0%} of the waits are hidden behind computing: under {LEAST:.0%}"
