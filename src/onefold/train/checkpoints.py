@@ -18,6 +18,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -241,10 +242,9 @@ class Keeper:
         self.run, self.root, self.say = run, folder / CHECKPOINTS, say
         self.saved: int | None = run.start or None
         self.path: str | None = None
-        self._checkpointer: Checkpointer | None = None
         self._under_way: dict[str, Any] | None = None  # what is told of it once it is complete
         if run.config.save_every or run.config.resume != "none":
-            self._open()
+            _ = self._checkpointer
 
     def after(self, step: int, stopping: Stop, over: bool) -> None:
         """Save if a checkpoint is due after `step` steps. Collective.
@@ -265,30 +265,29 @@ class Keeper:
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises CheckpointError if it failed."""
         told, self._under_way = self._under_way, None
-        if self._checkpointer is not None:
-            self._checkpointer.wait()
         if told is not None:
+            self._checkpointer.wait()
             self.path, seconds = told["path"], time.perf_counter() - told.pop("begun")
             self.say.say("checkpoint", **told, seconds=seconds)
 
     def close(self) -> None:
-        """Close the checkpointer. Collective."""
-        if self._checkpointer is not None:
+        """Close the checkpointer, if there is one. Collective."""
+        if "_checkpointer" in vars(self):
             self._checkpointer.close()
-            self._checkpointer = None
+            del self._checkpointer
 
-    def _open(self) -> Checkpointer:
-        if self._checkpointer is None:
-            config = self.run.config
-            self._checkpointer = Checkpointer(
-                self.root, model=self.run.model, keep=config.keep, asynchronous=config.async_save
-            )
-        return self._checkpointer
+    @cached_property
+    def _checkpointer(self) -> Checkpointer:
+        """Made when it is first asked for: it locks the folder."""
+        config = self.run.config
+        return Checkpointer(
+            self.root, model=self.run.model, keep=config.keep, asynchronous=config.async_save
+        )
 
     def _save(self, step: int) -> None:
-        run, begun, checkpointer = self.run, time.perf_counter(), self._open()
+        run, begun = self.run, time.perf_counter()
         self.wait()  # as the save would
-        path = checkpointer.save(
+        path = self._checkpointer.save(
             step,
             optimizer=run.optimizer,
             scaler=run.scaler,

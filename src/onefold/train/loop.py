@@ -32,9 +32,10 @@ to `SCALER_LIMIT` times in a row. A non-finite loss has nothing to do with the s
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,12 +46,13 @@ from onefold.checkpoint.per_rank import capture
 from onefold.device import memory_figures, reading
 from onefold.observe.memory import resident_memory
 from onefold.observe.meter import Meter
+from onefold.observe.trace import measured, record
 from onefold.optim.clip import skips_on_device
 from onefold.processes.signals import Stop
 from onefold.train.checkpoints import Keeper
 from onefold.train.optimizers import peak_lr, rates
 from onefold.train.prepare import Run
-from onefold.train.report import Row, Window
+from onefold.train.report import Row
 from onefold.train.step import (
     forward_backward,
     held_out_loss,
@@ -63,13 +65,15 @@ from onefold.wording import TrainError
 
 #: Overflows in a row that end the run. 40 halvings bring a loss scale of 65536 to almost nothing.
 SCALER_LIMIT = 40
+#: The step (from 0) of a start that is recorded. Earlier steps build optimizer states and record the
+#: order of units.
+RECORDED = 3
 
 
 def train(
     run: Run,
     stop_requested: Callable[[], int],
     report: Callable[[Row], None],
-    window: Window | None = None,
     keeper: Keeper | None = None,
     alert: Callable[[str], None] = lambda text: None,
 ) -> int:
@@ -81,14 +85,13 @@ def train(
             why the steps ended.
         report: receives one row of metrics per step, on every rank, in the order of the steps; see
             [Note: a step late] for when.
-        window: records a step for the report; None makes one.
         keeper: writes the checkpoints; None writes none.
         alert: tells the user of something that needs attention.
 
     Raises:
         TrainError: loss or gradients are not finite, and the run must end.
     """
-    loop = _Loop(run, stop_requested, report, window or Window(run), keeper, alert)
+    loop = _Loop(run, stop_requested, report, keeper, alert)
     run.model.train()
     step = run.start
     while step < run.steps and not run.stopped:
@@ -127,7 +130,6 @@ class _Loop:
     run: Run
     stop_requested: Callable[[], int]
     report: Callable[[Row], None]
-    window: Window
     keeper: Keeper | None
     alert: Callable[[str], None]
 
@@ -139,6 +141,7 @@ class _Loop:
         self.meter = Meter(run.model, run.optimizer, *flops)
         self.waiting: _Step | None = None  # the step before, if it is not read yet
         self.bad = self.overflows = 0  # in a row
+        self.recorded = min(run.start + RECORDED, run.steps - 1)
         self._arrived = 0.0
 
     def step(self, step: int) -> None:
@@ -148,37 +151,36 @@ class _Loop:
             group["lr"] = peak_lr(run.config, group) * run.factor(step)
         generators = capture()
         self.meter.start()
-        self.window.begin(step)
-        begun, waited = time.perf_counter(), self.engine.traffic.exposed
-        loss, tokens = forward_backward(run, step)
-        norm = measure_gradients(run)
-        own = time.perf_counter() - begun - (self.engine.traffic.exposed - waited)
-        seen = _Step(
-            step, generators, tokens, begun, max(0.0, own), lambda: [float(loss), float(norm)]
-        )
-        before, self.waiting = self.waiting, None
-        if before is not None:
-            self._judge(before)
-        elif self.late:
-            self._ask()
-        if self.late:
-            update_unless_bad(run, loss, norm)
-            scale = [scaler._scale] if scaler is not None else []
-            seen.numbers = reading(loss, norm, *scale)
-        else:
-            self._judge(seen)
-            update(run, apply="left_out" not in seen.row)
-            if scaler is not None:
-                seen.row["scale"] = scaler.get_scale()
-        seen.row = {**self._figures(step, tokens), **seen.row}
-        if before is not None:
-            self.report(before.row)
-        if self.late and not self._is_needed(step):
-            self.waiting = seen
-        else:
+        with self._recording(step):
+            begun, waited = time.perf_counter(), self.engine.traffic.exposed
+            loss, tokens = forward_backward(run, step)
+            norm = measure_gradients(run)
+            own = time.perf_counter() - begun - (self.engine.traffic.exposed - waited)
+            seen = _Step(
+                step, generators, tokens, begun, max(0.0, own), lambda: [float(loss), float(norm)]
+            )
+            before, self.waiting = self.waiting, None
+            if before is not None:
+                self._judge(before)
+            elif self.late:
+                self._ask()
             if self.late:
+                update_unless_bad(run, loss, norm)
+                scale = [scaler._scale] if scaler is not None else []
+                seen.numbers = reading(loss, norm, *scale)
+            else:
                 self._judge(seen)
-            self.window.end(step)
+                update(run, apply="left_out" not in seen.row)
+                if scaler is not None:
+                    seen.row["scale"] = scaler.get_scale()
+            seen.row = {**self._figures(step, tokens), **seen.row}
+            if before is not None:
+                self.report(before.row)
+            if self.late and not self._is_needed(step):
+                self.waiting = seen
+            elif self.late:
+                self._judge(seen)
+        if self.waiting is None:
             if self._evaluates(step):
                 sent = self.engine.traffic.sent().nbytes
                 seen.row["eval_loss"] = held_out_loss(run)
@@ -186,6 +188,20 @@ class _Loop:
             self.report(seen.row)
         if self.keeper is not None:
             self.keeper.after(step + 1, run.stopped, step + 1 == run.steps)
+
+    @contextlib.contextmanager
+    def _recording(self, step: int) -> Iterator[None]:
+        """Record the step inside the block for the report: step number `recorded`, or the first one after
+        it in which the optimizer steps.
+        """
+        run = self.run
+        if run.recording is not None or step < self.recorded:
+            yield
+            return
+        with record(run.model, run.optimizer, activations=True) as seen:
+            yield
+        if seen.steps:
+            run.recording, run.measured = seen, measured(run.model, run.optimizer, seen)
 
     def _ask(self, *values: float) -> list[float]:
         """Agree with the other ranks on a request to stop, and return the greatest of each value.
@@ -259,7 +275,8 @@ class _Loop:
         """Whether the step must be read before the next one begins. The same on every rank."""
         stopped, last = self.run.stopped, step + 1 == self.run.steps
         saves = self.keeper is not None and self.keeper.saves(step + 1, stopped, last)
-        return bool(stopped) or last or saves or self._evaluates(step) or self.window.is_near(step)
+        recorded = self.run.recording is None and step + 1 >= self.recorded
+        return bool(stopped) or last or saves or recorded or self._evaluates(step)
 
     def _evaluates(self, step: int) -> bool:
         every, due = self.run.config.eval_every, step + 1 == self.run.steps

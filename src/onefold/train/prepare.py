@@ -278,12 +278,10 @@ def _sharded(
 
 def _to_meta(model: nn.Module) -> None:
     """Move the parameters to the meta device. Buffers stay: the first rank's are sent."""
-    moved: dict[int, nn.Parameter] = {}  # a tied weight stays one
-    for module in model.modules():
-        for name, p in module._parameters.items():
-            if p is not None and not p.is_meta:
-                meta = moved.setdefault(id(p), nn.Parameter(p.to("meta"), p.requires_grad))
-                module._parameters[name] = meta
+    named = dict(model.named_parameters(remove_duplicate=False))
+    # A tied weight stays one
+    meta = {p: nn.Parameter(p.to("meta"), p.requires_grad) for p in named.values()}
+    model.load_state_dict({name: meta[p] for name, p in named.items()}, strict=False, assign=True)
 
 
 def _with_global_batch(

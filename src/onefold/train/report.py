@@ -1,7 +1,6 @@
 """What a run shows, writes and leaves for `onefold report`.
 
     Reporter    tells events to its listeners: Console or json_lines, Metrics, tensorboard; those of the first rank
-    Window      records one step for the report
     describe    what was chosen and why
     observe     writes this rank's ledgers into the output folder
 
@@ -36,7 +35,6 @@ from rich.table import Table
 import onefold
 from onefold.observe.meter import flat
 from onefold.observe.runfile import write_observed
-from onefold.observe.trace import Recording, measured, record
 from onefold.reading import parse_json
 from onefold.recipe.core import NODES
 from onefold.train.optimizers import peak_lr, rates
@@ -47,9 +45,6 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 Listener = Callable[[str, Row], object]
-#: The step (from 0) that is recorded. Earlier steps also build optimizer states and
-#: record the order of units.
-RECORDED = 3
 
 
 class Reporter:
@@ -88,9 +83,10 @@ class Metrics:
         self, path: Path, alert: Callable[[str], object], after: int | None = None
     ) -> None:
         self.path, self.alert, self.failed = path, alert, False
-        if after is not None and path.is_file():
-            self._keep(after)
-        self._file = path.open("wb" if after is None else "ab", buffering=0)
+        self._file = path.open("ab", buffering=0)
+        end = 0 if after is None else _end_of(path, after)
+        self._file.truncate(end)
+        self._file.seek(end)
 
     def __call__(self, event: str, values: Row) -> None:
         if event not in ("step", "resumed", "done"):
@@ -111,19 +107,22 @@ class Metrics:
                     " too."
                 )
 
-    def _keep(self, after: int) -> None:
-        kept = []
-        for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):  # a run was killed while it wrote
-                row = parse_json(line)
-                if not row.get("done") and row.get("step", row.get("from_step", 0)) <= after:
-                    kept.append(line + "\n")
-        aside = self.path.with_name(self.path.name + ".unfinished")
+
+def _end_of(path: Path, after: int) -> int:
+    """Return the bytes of the rows up to step `after`. A row that was cut off, since the run was killed
+    while it wrote, ends them.
+    """
+    end = 0
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
-            aside.write_text("".join(kept), encoding="utf-8")
-            aside.replace(self.path)
-        finally:
-            aside.unlink(missing_ok=True)
+            row = parse_json(line)
+        except json.JSONDecodeError:
+            break
+        done = row.get("done") or row.get("step", row.get("from_step", 0)) > after
+        if done or not line.endswith(b"\n"):
+            break
+        end += len(line)
+    return end
 
 
 def tensorboard(folder: Path, after: int | None) -> Listener:
@@ -190,23 +189,23 @@ class Console:
                 facts.add_row(f"[bold]{label}[/bold]", escape(said))
         self.console.print(facts)
         self.console.print(escape(plan["recipe"]), style="dim")
+        if self.console.is_terminal:
+            self._bar = rich.Progress(
+                rich.SpinnerColumn(), rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(),
+                rich.TextColumn("{task.fields[figures]}"), console=self.console,
+            )  # fmt: skip
+            self._bar.add_task("train", total=plan["steps"], figures="")
+            self._bar.start()
 
     def _step(self, row: Row) -> None:
         # A held-out loss stays in sight until the next one
         kept = {name: self._shown[name] for name in ("eval_loss",) if name in self._shown}
         self._shown = {**(kept if self.console.is_terminal else {}), **row}
         figures = _figures(self._shown, self._plan["borders"])
-        if not self.console.is_terminal:
-            self.console.print(f"step {row['step']}/{self._plan['steps']}  {figures}")
-            return
         if self._bar is None:
-            self._bar = rich.Progress(
-                rich.SpinnerColumn(), rich.BarColumn(bar_width=20), rich.MofNCompleteColumn(), rich.TimeRemainingColumn(),
-                rich.TextColumn("{task.fields[figures]}"), console=self.console,
-            )  # fmt: skip
-            self._bar.add_task("train", total=self._plan["steps"], figures="")
-            self._bar.start()
-        self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=figures)
+            self.console.print(f"step {row['step']}/{self._plan['steps']}  {figures}")
+        else:
+            self._bar.update(self._bar.task_ids[0], completed=row["step"], figures=figures)
 
     def _done(self, row: Row) -> None:
         self.close()
@@ -235,47 +234,6 @@ def _figures(row: Row, borders: str) -> str:
         f"wire {readable(sent)}/step" + (f" ({', '.join(details)})" if details else ""),
     ]
     return "  ".join(filter(None, parts))
-
-
-class Window:
-    """Records one step of the run and stores the recording in the run."""
-
-    def __init__(self, run: Run) -> None:
-        self.run = run
-        # The first steps of this process build states and record orders, so count from its start
-        self.number = min(run.start + RECORDED, run.steps - 1)
-        self._stack = contextlib.ExitStack()
-        self._recording: Recording | None = None
-
-    def is_near(self, step: int) -> bool:
-        """Whether `step` is recorded, or is the one before. The loop reads such a step before the next
-        one begins.
-        """
-        return step in (self.number - 1, self.number)
-
-    def begin(self, step: int) -> None:
-        """Tell that `step` is about to begin."""
-        if step == self.number:
-            seen = record(self.run.model, self.run.optimizer, activations=True)
-            self._recording = self._stack.enter_context(seen)
-
-    def end(self, step: int) -> None:
-        """Tell that `step` has ended. If the optimizer has not stepped in it, the next one is
-        recorded.
-        """
-        if self._recording is None:
-            return
-        self._stack.close()
-        recording, self._recording = self._recording, None
-        if not recording.steps:
-            self.number = step + 1
-            return
-        self.run.recording = recording
-        self.run.measured = measured(self.run.model, self.run.optimizer, recording)
-
-    def close(self) -> None:
-        """Stop recording, because the run failed or ended. An unfinished recording is dropped."""
-        self._stack.close()
 
 
 def describe(run: Run) -> Row:

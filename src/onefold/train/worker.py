@@ -49,7 +49,6 @@ from onefold.train.report import (
     Metrics,
     Reporter,
     Row,
-    Window,
     describe,
     json_lines,
     observe,
@@ -225,7 +224,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: s
         point = ranks.on_first(lambda: checkpoints.find(config, restarted))
         run = me.run = prepare(config, ranks, say.note, point)
         notes = checkpoints.load(run, point) if point is not None else []
-        keeper, window = Keeper(run, folder, say), Window(run)
+        keeper = Keeper(run, folder, say)
         say.say("plan", **describe(run))
         again, most = restarts(), os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
         if me.peers is None and ranks.world_size > 1:
@@ -256,7 +255,7 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: s
 
         me.stop.arm()
         me.doing = "training"
-        done = _train(run, me, keeper, report, window, say)
+        done = _train(run, me, keeper, report, say)
         me.doing = "saving the model"
         try:
             observe(run, folder, rows)
@@ -279,10 +278,10 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: s
         return _exit_code(run, me)
 
 
-def _train(run: Run, me: Rank, keeper: Keeper, report: Any, window: Window, say: Reporter) -> int:
+def _train(run: Run, me: Rank, keeper: Keeper, report: Any, say: Reporter) -> int:
     """Train. Returns how many steps are done."""
     try:
-        done = train(run, lambda: me.stop.asked, report, window, keeper, say.alert)
+        done = train(run, lambda: me.stop.asked, report, keeper, say.alert)
     except TrainError:  # raised on every rank: complete the checkpoint that is under way
         with contextlib.suppress(CheckpointError):
             keeper.wait()
@@ -291,8 +290,6 @@ def _train(run: Run, me: Rank, keeper: Keeper, report: Any, window: Window, say:
         if not is_out_of_memory(error):
             raise
         raise explain(run, error) from error
-    finally:
-        window.close()
     me.stop.disarm()
     return done
 
