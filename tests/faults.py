@@ -704,7 +704,7 @@ FAULTS = [
     Fault(
         "front ends",
         "each micro-batch of a run weighs the same, however many tokens count in it",
-        "train/step.py",
+        "train/loop.py",
         "part = loss * (count / counted)",
         "part = loss / (len(mine) * place.count)",
         ["tests/train/test_run.py"],
@@ -720,7 +720,7 @@ FAULTS = [
     Fault(
         "front ends",
         "--clip of a run has no effect",
-        "train/step.py",
+        "train/loop.py",
         "return onefold.clip_grad_norm_(run.model, run.config.clip or math.inf)",
         "return onefold.clip_grad_norm_(run.model, math.inf)",
         ["tests/train/test_run.py"],

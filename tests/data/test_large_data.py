@@ -32,7 +32,7 @@ from onefold.data.sources import rows_of
 from onefold.data.text import ByteTokenizer
 from onefold.data.tokens import tokens_of
 from onefold.train.config import resolve
-from onefold.train.early import check_early
+from onefold.train.launch import check_early
 from onefold.train.loop import Row, train
 from onefold.train.prepare import prepare
 from onefold.wording import TrainError

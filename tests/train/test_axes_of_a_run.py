@@ -15,7 +15,6 @@ from onefold.processes.ranks import Ranks
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.early import check_batch
 from onefold.train.loop import Row, train
 from onefold.train.prepare import prepare
 from onefold.train.report import Reporter, describe
@@ -169,4 +168,4 @@ REFUSED = {
 def test_axes_that_cannot_be_are_refused_before_a_rank_starts(name: str) -> None:
     options, said = REFUSED[name]
     with pytest.raises(TrainError, match=said):
-        check_batch(resolve({"model": LLAMA, **options}), 4)
+        resolve({"model": LLAMA, **options}).check(4)

@@ -18,7 +18,7 @@ from onefold.recipe.optimizers import TRAINED
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.early import check_early
+from onefold.train.launch import check_early
 from onefold.train.loop import train
 from onefold.train.prepare import prepare
 from onefold.train.report import Reporter

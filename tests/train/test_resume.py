@@ -19,9 +19,8 @@ from onefold.processes.signals import Stop
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
-from onefold.train.early import micro_batch_that_divides
 from onefold.train.loop import Row, train
-from onefold.train.prepare import Run, prepare
+from onefold.train.prepare import Run, micro_batch_that_divides, prepare
 from onefold.train.report import Metrics, Reporter
 from onefold.wording import TrainError
 

@@ -14,7 +14,7 @@ import onefold
 from onefold import Tier
 from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
-from onefold.train.early import check_early
+from onefold.train.launch import check_early
 from onefold.train.prepare import Run, prepare
 from onefold.train.report import describe
 from onefold.wording import TrainError

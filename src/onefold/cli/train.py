@@ -64,11 +64,10 @@ def train(
 
 def _train(given: dict[str, Any], config_file: Path | None) -> int:
     """Check the options, and launch the run or join it as a rank. Checks that need no torch come
-    before torch is imported; see `onefold.train.early`.
+    before torch is imported.
     """
     from onefold.processes.host import from_slurm, joins
-    from onefold.train.early import check_batch, check_early
-    from onefold.train.launch import launch
+    from onefold.train.launch import check_early, launch
 
     config = read_options(given, config_file)
     check_early(config)
@@ -78,7 +77,7 @@ def _train(given: dict[str, Any], config_file: Path | None) -> int:
         return launch(config)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # started by torchrun: end if torchrun ends
         end_with_parent()
-    check_batch(config, int(os.environ["WORLD_SIZE"]))
+    config.check(int(os.environ["WORLD_SIZE"]))
     from onefold.train.worker import run_rank
 
     return run_rank(config)

@@ -9,8 +9,8 @@ What the run did not leave has no section.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -210,7 +210,7 @@ def _timeline(step: Recording) -> Any:
     return figure if kinds else None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Span:
     """A bar on a row of the timeline. `start`, `end`: seconds."""
 
@@ -221,26 +221,23 @@ class Span:
     end: float
 
 
-def spans_of(step: Recording) -> Iterator[Span]:
-    """Yield the optimizer's steps, the waits and the moves of a window, row by row."""
-    for start, end in step.updates:
-        yield Span("optimizer", "optimizer", "optimizer", start, end)
-    bars = []
+def spans_of(step: Recording) -> list[Span]:
+    """Return the optimizer's steps, the waits and the moves of a window, in order. Those that overlap are
+    on rows of their own.
+    """
+    spans = [Span("optimizer", "optimizer", "optimizer", *update) for update in step.updates]
     for m in step.moves:
         name, row = f"{m.move} {m.unit}", ROWS.get(m.move, OTHER)
         about = f"{name}, {readable(m.nbytes)} of {m.dtype}, {m.phase}"
-        bars.append(Span(row, about, m.move, m.launched, m.landed))
+        spans.append(Span(row, about, m.move, m.launched, m.landed))
         if m.exposed > 0:
             since = m.landed - m.exposed
-            bars.append(Span("waiting", f"waits for {name}", "exposed", since, m.landed))
-    for row in ("waiting", *dict.fromkeys(ROWS.values()), OTHER):
-        yield from _beside([bar for bar in bars if bar.row == row])
-
-
-def _beside(spans: list[Span]) -> Iterator[Span]:
-    """Distribute the spans of a row over as few rows as possible, so that none overlap."""
-    ends: list[float] = []
-    for span in sorted(spans, key=lambda span: (span.start, span.end)):
-        lane = next((i for i, end in enumerate(ends) if end <= span.start), len(ends))
-        ends[lane : lane + 1] = [span.end]
-        yield replace(span, row=f"{span.row} {lane + 1}") if lane else span
+            spans.append(Span("waiting", f"waits for {name}", "exposed", since, m.landed))
+    spans.sort(key=lambda span: (span.start, span.end))
+    ends: dict[str, list[float]] = {}  # of each row, when its lanes are free
+    for span in spans:
+        lanes = ends.setdefault(span.row, [])
+        lane = next((i for i, end in enumerate(lanes) if end <= span.start), len(lanes))
+        lanes[lane : lane + 1] = [span.end]
+        span.row += f" {lane + 1}" if lane else ""
+    return spans

@@ -29,7 +29,7 @@ from onefold.plan.activity import assumed_dims, of_dims
 from onefold.plan.architectures import known
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
-from onefold.plan.modules import adapted, model_shape, module_of, positions_of
+from onefold.plan.modules import adapted, model_shape, module_of, positions_of, quietly
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.tracing.blocks import repeated_blocks
@@ -165,8 +165,8 @@ def _read(
     @lru_cache(maxsize=256)
     def traced(samples: int, checkpointing: Any) -> Activity:
         try:
-            # torch logs the traceback of what is raised below
-            with mock.patch.object(log, "disabled", True):
+            # torch logs the traceback of what is raised below, and transformers warns
+            with mock.patch.object(log, "disabled", True), quietly():
                 return trace(module, make(samples), checkpointing=checkpointing, **options)
         except ValueError:
             raise

@@ -33,7 +33,7 @@ from onefold.models.names import precision_of
 from onefold.recipe.core import OPTIONS as RECIPE_OPTIONS
 from onefold.recipe.options import MOST, Precision
 from onefold.train import optimizers
-from onefold.wording import TrainError, did_you_mean, seconds_of
+from onefold.wording import TrainError, did_you_mean, few, seconds_of
 
 if TYPE_CHECKING:
     from onefold.plan.job import Job
@@ -242,7 +242,7 @@ class TrainConfig(_RecipeOptions):
     def _options_agree(self) -> TrainConfig:
         """Refuse options that cannot be given together."""
         adapters = self.lora_targets != "all-linear" or self.lora_alpha is not None
-        # Without offload, `check_recipe` refuses step_in_backward itself
+        # Without offload, `check` refuses step_in_backward itself
         in_backward = self.step_in_backward and self.offload_optimizer is not None
         looks = self.clip > 0 or self.precision == "fp16" or self.on_nonfinite == "skip"
         wrong = {
@@ -308,12 +308,32 @@ class TrainConfig(_RecipeOptions):
         }
         return Job.of({**given, **self.arguments()}, "onefold train")
 
-    def check_recipe(self) -> None:
-        """Raise TrainError if no recipe can have these options. Imports torch."""
+    def data_ranks(self, ranks: int) -> int:
+        """Return how many of the ranks compute with different samples. Raises TrainError if --tp does
+        not divide the ranks, or --ep these.
+        """
+        found = ranks // self.tp
+        for name, size, of in (("tp", self.tp, ranks), ("ep", self.ep, found)):
+            if of % size:
+                possible = few((str(n) for n in range(1, of + 1) if of % n == 0), 20)
+                raise TrainError(
+                    f"--{name} {size} does not divide {of} {'data-parallel ' * (name == 'ep')}ranks: use"
+                    f" one of {possible}."
+                )
+        return found
+
+    def check(self, ranks: int | None = None) -> None:
+        """Raise TrainError if no recipe can have these options; or if the axes do not divide so many
+        ranks, or the global batch cannot be cut on them. A resumed run takes the global batch from the
+        checkpoint, and a micro-batch that divides it. Imports torch.
+        """
+        count = self.data_ranks(ranks) if ranks is not None else None
         optimizers.check_optimizer(self)
         try:
             self.recipe(3 if self.stage == "auto" else int(self.stage))
-            self.job()
+            job = self.job()
+            if count is not None and self.resume == "none":
+                job.accumulation(count)
         except ValueError as error:
             raise TrainError(str(error)) from None
 
@@ -355,7 +375,7 @@ def read_config_file(path: str | Path) -> dict[str, Any]:
 def resolve(command_line: Mapping[str, Any], config_file: str | Path | None = None) -> TrainConfig:
     """Like `read_options`, and also check that the options make a recipe. Imports torch."""
     config = read_options(command_line, config_file)
-    config.check_recipe()
+    config.check()
     return config
 
 

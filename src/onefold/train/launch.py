@@ -1,7 +1,8 @@
 """`onefold train` if no launcher has started ranks yet.
 
     joins, from_slurm    in processes/host.py: has a launcher set RANK? then this process is a rank (worker.run_rank)
-    launch               checks without torch ─► claims the output folder ─► counts the ranks ─► checks the rest ─► starts the ranks
+    check_early          checks what needs no torch, in a second
+    launch               claims the output folder ─► counts the ranks ─► checks the rest ─► starts the ranks
     _Signals             while they run: passes signals on to the ranks
 
 A rank is `worker.main` (processes/local.py). Where one fails, all are started again,
@@ -11,6 +12,7 @@ up to --max-restarts times. On several machines the user starts torchrun.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import signal
@@ -22,8 +24,9 @@ from types import FrameType
 from typing import Any
 
 from onefold.cores import physical_cores
-from onefold.data.sources import needs_hub
-from onefold.models.names import fetch, kind_of
+from onefold.data.sources import check_data, needs_hub
+from onefold.data.text import check_tokenizer
+from onefold.models.names import check_hub, fetch, kind_of
 from onefold.processes.claim import Claim
 from onefold.processes.host import child_environment, gpus_here
 from onefold.processes.local import how_it_ended, local_ranks
@@ -36,9 +39,27 @@ from onefold.processes.signals import (
     put_in_order,
 )
 from onefold.train.config import TrainConfig, with_precision
-from onefold.train.early import check_batch
+from onefold.train.optimizers import check_optimizer
 from onefold.train.output import check_output, name_output
 from onefold.wording import TrainError
+
+
+def check_early(config: TrainConfig) -> None:
+    """Raise TrainError unless everything that the options name exists and can be read."""
+    check_tokenizer(config.tokenizer)
+    check_optimizer(config)
+    for option, folder in [("nvme", folder) for folder in config.nvme or ()] + [
+        ("resume", config.resume)
+    ]:
+        if folder not in ("none", "auto") and not os.path.exists(folder):
+            raise TrainError(f"--{option} {folder}: there is no such folder.")
+    check_data(config.data, config.text_field)
+    # The model comes last: where the user has named none, the default's package may be missing,
+    # and what the user has named wrong is told first
+    if kind_of(config.model) == "hub":
+        check_hub(config.model)
+    if config.lora is not None and importlib.util.find_spec("peft") is None:
+        raise TrainError(f"--lora {config.lora} needs peft: pip install peft.")
 
 
 def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
@@ -71,7 +92,7 @@ def launch(config: TrainConfig) -> int:
     try:
         check_output(named)
         nproc, why = ranks_to_start(config)
-        check_batch(named, nproc)
+        named.check(nproc)
         return _run(_downloaded(named), nproc, why)
     finally:
         put_in_order.remove(claim.undo)

@@ -34,7 +34,6 @@ from onefold.tracing.blocks import recompute
 from onefold.train import optimizers
 from onefold.train.choose import Choice, choose
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
-from onefold.train.early import data_ranks, micro_batch_that_divides
 from onefold.wording import TrainError
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ def prepare(
     """
     if point is not None:
         optimizers.refuse_another(config, point.extra, point.path)
-    count = data_ranks(config, ranks.world_size)
+    count = config.data_ranks(ranks.world_size)
     part = DataPart(ranks.rank // config.tp, count, config.tp)
     if point is not None and point.global_batch is not None:
         config = _with_global_batch(config, point.global_batch, part.count, note)
@@ -282,6 +281,19 @@ def _to_meta(model: nn.Module) -> None:
     # A tied weight stays one
     meta = {p: nn.Parameter(p.to("meta"), p.requires_grad) for p in named.values()}
     model.load_state_dict({name: meta[p] for name, p in named.items()}, strict=False, assign=True)
+
+
+def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) -> int:
+    """Return the largest micro-batch, at most `wanted`, into which these ranks can cut the global
+    batch of the resumed run. Raises TrainError if there is none.
+    """
+    share, rest = divmod(global_batch, world_size)
+    if rest:
+        raise TrainError(
+            f"the run goes on with its global batch of {global_batch} sequences, which {world_size}"
+            " ranks cannot share equally: start a number of ranks that divides it."
+        )
+    return max(size for size in range(1, min(wanted, share) + 1) if share % size == 0)
 
 
 def _with_global_batch(
