@@ -462,11 +462,15 @@ class Group:
                 context,
                 number,
                 plain=plain * outer.size // self.size,
+                over=over,
+                addresses=addresses,
             )
             return Chain(
                 self,
                 low,
-                lambda: inner.all_gather(full, context, number, plain=plain),
+                lambda: inner.all_gather(
+                    full, context, number, plain=plain, over=over, addresses=addresses
+                ),
             )
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         plain //= self.size

@@ -12,7 +12,6 @@ from onefold.layout.flat import (
 )
 from onefold.layout.spec import (
     LOW,
-    Adds,
     Dtypes,
     Hop,
     Level,

@@ -171,10 +171,6 @@ class FlatLayout:
         """Return the addresses `[start, end)` that `rank` owns."""
         return rank * self.shard_numel, (rank + 1) * self.shard_numel
 
-    def local(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """Return the part of `slot` that `rank` owns, as addresses `[start, end)`."""
-        return overlap((slot.start, slot.end), self.interval(rank))
-
 
 def overlap(a: tuple[int, int], b: tuple[int, int]) -> tuple[int, int]:
     """Return the addresses in both ranges; an empty range at a's start if there are none."""

@@ -443,16 +443,14 @@ class ShardSpec:
             return "backend"
         return "at once" if self.native else "pairwise"
 
-    def exchange(self, at: int, dtype: torch.dtype, adds: Adds | None = None) -> Exchange:
-        """Return the buffers that hop `at` needs for gradients in `dtype`. `adds`: who adds the
-        parts, if they are not sent as the recipe says.
-        """
+    def exchange(self, at: int, dtype: torch.dtype) -> Exchange:
+        """Return the buffers that hop `at` needs for gradients in `dtype`."""
         hop, wire = self.hops[at], self.dtypes.wire
         numel, own = hop.span, hop.own
-        if self.reduce_codec is not None and self.encodes(hop) and adds is None:
+        if self.reduce_codec is not None and self.encodes(hop):
             place = padded_bytes(self.reduce_codec, own)
             return Exchange(torch.uint8, hop.size * place, hop.size, place)
-        adds, narrowed = adds or self.added_by(hop), dtype != wire
+        adds, narrowed = self.added_by(hop), dtype != wire
         if adds == "backend":
             return Exchange(wire, numel * narrowed, 1, own)
         if adds == "at once":

@@ -394,7 +394,7 @@ class ApartStepper(Stepper):
         return all(
             e.active and e in which and self._owner(e) is not None
             for e in flat.entries
-            if e.number in flat.awaited
+            if e in flat.awaited
         )
 
     def _owner(self, entry: Entry) -> Optimizer | None:

@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.optim.optimizer import Optimizer
 
@@ -60,25 +61,20 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
     """
     group, units = engine.group, engine.units
     gather, reduce = engine.gather, engine.reduce
-    late = {u.index for u in units if u.late}
-    gathered = {u.index for u in gather.backward.seen}
     orders = gather.forward, gather.backward, reduce.order
     seen = [zlib.crc32(repr([u.index for u in order.seen]).encode()) for order in orders]
     launched, updates = group.launched(), sorted(group.updates)
-    fields = (
-        ({0} if engine.failure is not None else set[int](), 1),
-        (reduce.used, len(engine.entries)),
-        (late, len(units)),
-        (gathered, len(units)),
-    )
+    mine = set(gather.backward.seen)
+    flags = [engine.failure is not None, *(e in reduce.used for e in engine.entries)]
+    flags += [u.late for u in units] + [u in mine for u in units]
     checksum = zlib.crc32(repr(updates).encode(), zlib.crc32(launched))
     told = [both(struct.pack("<III", *seen)), both(struct.pack("<I", checksum))]
-    told += [_bits(*field) for field in fields]
+    told.append(np.packbits(flags).tobytes())
     context = engine.context("control", "(end of backward)", "backward")
     anywhere = io.BytesIO(group.any_of(b"".join(told), context))
     group.shared.heard = engine.step_count
     group.updates.clear()
-    walked, done, *found = (anywhere.read(len(part)) for part in told)
+    walked, done, found = (anywhere.read(len(part)) for part in told)
     if not alike(done):
         texts = group.tell((launched, updates), context)
         if any(text[0] != launched for text in texts):
@@ -88,15 +84,15 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
             f"rank {group.ranks[group.rank]} found at the end of the backward pass of step"
             f" {context.step} that the ranks have stepped differently: " + difference(said)
         )
-    failed, used_anywhere, late_anywhere, gathered_anywhere = (
-        _members(int.from_bytes(bits, "little")) for bits in found
-    )
-    engine.failure_agreed = bool(failed)
+    bits = iter(np.unpackbits(np.frombuffer(found, np.uint8)))
+    engine.failure_agreed = bool(next(bits))
+    used_anywhere = {e for e in engine.entries if next(bits)}
+    late, gathered = ([u for u in units if next(bits)] for _ in range(2))
     reduce.finish(used_anywhere)
-    if late_anywhere:
-        reduce.second_round(sorted(late_anywhere), used_anywhere)
+    if late:
+        reduce.second_round(late, used_anywhere)
     if learn and alike(walked) and not all(order.agreed for order in orders):
-        gather.learn(gathered_anywhere)
+        gather.learn(gathered)
         if reduce.order.seen:
             reduce.order.learn(reduce.order.units)
 
@@ -113,14 +109,6 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
         engine.transfers.forget_writes()
         rank, said = next(iter(failed.items()))
         raise TierError(f"rank {rank}, {when}: {said.removeprefix('TierError: ')}") from error
-
-
-def _bits(members: set[int], size: int) -> bytes:
-    return sum([1 << i for i in members]).to_bytes((size + 7) // 8, "little")
-
-
-def _members(bits: int) -> set[int]:
-    return {i for i, bit in enumerate(reversed(f"{bits:b}")) if bit == "1"}
 
 
 # -- updates in words ------------------------------------------------------------------------------

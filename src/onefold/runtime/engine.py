@@ -267,9 +267,6 @@ class Engine:
             group.close()
         self.transfers.close()
         for flat in self.flats:
-            flat.grad = flat.held = flat.full = None
-            flat.hops = ()
-            del flat.storage, flat.gather
             flat.forget()
         for unit in self.units:
             unit.flats.clear()

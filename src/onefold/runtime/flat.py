@@ -135,17 +135,20 @@ class Entry:
         accounts for. Exactly one rank accounts for each element of the model.
         """
         flat = self.flat
-        a, b = flat.layout.local(self.slot, flat.rank if position is None else position)
-        return a - self.slot.start, b - self.slot.start
+        return self._within(flat.layout.interval(flat.rank if position is None else position))
 
     def owned(self, position: int | None = None) -> tuple[int, int]:
         """Return the elements, counted from the first, that the optimizer of this rank (or of that
         at `position`) steps. Optimizers of other ranks may step them too.
         """
         flat = self.flat
-        owned = flat.owned if position is None else flat.spec.owned_by(position)
-        a, b = overlap((self.slot.start, self.slot.end), owned)
-        return a - self.slot.start, b - self.slot.start
+        return self._within(flat.owned if position is None else flat.spec.owned_by(position))
+
+    def _within(self, addresses: tuple[int, int]) -> tuple[int, int]:
+        """Return the elements, counted from the first, that lie at these addresses."""
+        start, end = self.slot.start, self.slot.end
+        a, b = overlap((start, end), addresses)
+        return a - start, b - start
 
     @cached_property
     def here(self) -> slice:
@@ -281,9 +284,9 @@ class Flat:
         # for the boundary, over `shard`
         self.grad: torch.Tensor | None = None
         self.held: torch.Tensor | None = None
-        self.filled: set[int] = set()  # the numbers of the entries whose gradient is in `grad`
+        self.filled: set[Entry] = set()  # those whose gradient is in `grad`
         self.hooked = False  # the trainable entries have their gradient hooks
-        self.awaited: frozenset[int] = frozenset()  # the numbers of the entries that are reduced
+        self.awaited: frozenset[Entry] = frozenset()  # those that are reduced
         # What tells them from others in messages, if some are frozen: ranks must freeze the same
         self.trained: tuple[int, int] | None = None
         # Writes to the masters that no counter of torch shows; the version that the whole was made
@@ -373,14 +376,13 @@ class Flat:
         self.swap(entry, entry.param)
 
     def forget(self) -> None:
-        """Let go of the parameters when the engine closes: they have none from now on."""
-        self.engine = lambda: None
+        """Let go of everything when the engine closes: parameters have none from now on."""
         for entry in self.entries:
-            entry.engine = self.engine
+            entry.engine = lambda: None
             if hasattr(entry, "info"):  # it was laid out
                 entry.info.entry = lambda: None
-        self.entries.clear()
-        self.empty.clear()
+        self.__dict__.clear()
+        self.engine = lambda: None
 
     # -- views -------------------------------------------------------------------------------------
 
@@ -391,9 +393,9 @@ class Flat:
     @cached_property
     def gaps(self) -> list[slice]:
         """What lies between the entries, and behind them."""
-        slots, numel = self.layout.slots, self.layout.numel
-        ends, starts = [0, *(s.end for s in slots)], [*(s.start for s in slots), numel]
-        return [slice(a, b) for a, b in zip(ends, starts, strict=True) if a < b]
+        edges = [at for slot in self.layout.slots for at in (slot.start, slot.end)]
+        edges = [0, *edges, self.layout.numel]
+        return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
     @cached_property
     def _ends(self) -> list[int]:
@@ -502,7 +504,7 @@ class Flat:
                 if entry.active and entry.arrival is None:
                     hook_gradient(entry)
             before = self.awaited if waiting else frozenset()
-            self.awaited = before | {e.number for e in self.entries if e.active}
+            self.awaited = before | {e for e in self.entries if e.active}
             flags = bytes(e.active for e in self.entries)
             self.trained = None if all(flags) else (sum(flags), zlib.crc32(flags))
 
@@ -600,7 +602,7 @@ class Unit:
         self.in_use = self.saved = 0
         self.used = self.unwanted = self.borrowed = self.by_hand = False
         self.awaiting_backward = False
-        self.gradients: set[int] = set()  # numbers of entries
+        self.gradients: set[Entry] = set()
         self.recomputing: int | None = None
         self.calls = self.saved_apart = 0
         self.aside: list[Entry] = []
@@ -621,9 +623,9 @@ class Unit:
         return sum(flat.layout.numel for flat in self.flats)
 
     @property
-    def awaited(self) -> set[int]:
-        """The numbers of the entries that are reduced."""
-        return set[int]().union(*[flat.awaited for flat in self.flats])
+    def awaited(self) -> set[Entry]:
+        """The entries that are reduced."""
+        return set[Entry]().union(*[flat.awaited for flat in self.flats])
 
     @property
     def entries(self) -> list[Entry]:

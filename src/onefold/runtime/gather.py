@@ -436,16 +436,16 @@ class Gatherer:
             unit.borrowed = unit.by_hand = unit.unwanted = False
         self._release_all(self.sharded)
 
-    def learn(self, gathered: set[int]) -> None:
+    def learn(self, gathered: Sequence[Unit]) -> None:
         """Take the orders that this rank has seen, as all ranks have, for those of the next steps.
 
-        `gathered`: the indices of the units that any rank has gathered in the backward pass.
+        `gathered`: the units that any rank has gathered in the backward pass.
         """
         forward, backward = self.forward, self.backward
         if not forward.seen:
             return
         # The backward passes of the others, which forward passes use, read no parameter
-        needed = [u for u in self.sharded if u.index in gathered or u not in forward.seen]
+        needed = [u for u in self.sharded if u in gathered or u not in forward.seen]
         forward.learn(forward.units)
         backward.learn([u for u in backwards(forward.units) if u in needed])
         if self.recipe.reshard_after_forward:

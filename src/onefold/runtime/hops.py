@@ -54,14 +54,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 
-from onefold.comm import Chain, CollectiveContext, Group, Pending
+from onefold.comm import CollectiveContext, Group, Pending
 from onefold.comm.group import Parts
 from onefold.device import current_stream, use_stream
-from onefold.layout import Adds
 from onefold.memory import GRADIENTS, REDUCTION, nbytes_of
 
 if TYPE_CHECKING:
@@ -104,9 +103,6 @@ class Hop(ABC):
         rooms: the buffers that it needs, by the dtype of what it reduces.
     """
 
-    #: How this class adds parts, if not as the recipe says
-    adds: ClassVar[Adds | None] = None
-
     def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
         hop = flat.spec.hops[at]
         self.flat, self.last, self.first = flat, at + 1 == len(flat.spec.hops), hop.start
@@ -119,8 +115,9 @@ class Hop(ABC):
         self.own = hop.own
         self.mine = slice(hop.index * hop.own, (hop.index + 1) * hop.own)
         self.sent_bytes = hop.span * self.wire.itemsize
-        self.late = 1.0 / hop.size if flat.scales_late else 1.0
-        self.rooms = {d: flat.spec.exchange(at, d, self.adds) for d in (self.wire, self.sums)}
+        scales = flat.scales_late and flat.spec.added_by(hop) != "backend"
+        self.late = 1.0 / hop.size if scales else 1.0
+        self.rooms = {d: flat.spec.exchange(at, d) for d in (self.wire, self.sums)}
 
     def start(self, buffer: torch.Tensor, context: CollectiveContext) -> UnderWay:
         """Reduce `buffer`, of the pool, which goes back to it. See [Note: a hop under way is a
@@ -194,8 +191,6 @@ class Pairwise(Hop):
     ranks, and nothing arrives.
     """
 
-    adds = "pairwise"
-
     def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
         buffer, group, here = taken[0], self.group, self.group.rank
         room, apart = self.rooms[buffer.dtype], None
@@ -237,8 +232,6 @@ class Pairwise(Hop):
 
 class Rows(Hop):
     """See [Note: all parts at once] and [Note: sums beside the computation]."""
-
-    adds: ClassVar[Adds | None] = "at once"
 
     def run(self, taken: list[torch.Tensor], context: CollectiveContext) -> UnderWay:
         room, group, added = self.rooms[taken[0].dtype], self.group, None
@@ -288,12 +281,6 @@ class Rows(Hop):
 class Native(Rows):
     """The backend adds the parts up and scales them, in the dtype of the wire: one row arrives."""
 
-    adds = "backend"
-
-    def __init__(self, flat: Flat, at: int, engine: Engine) -> None:
-        super().__init__(flat, at, engine)
-        self.late = 1.0
-
     def launch(
         self, taken: list[torch.Tensor], rows: torch.Tensor, context: CollectiveContext
     ) -> tuple[Pending, list[torch.Tensor]]:
@@ -302,25 +289,6 @@ class Native(Rows):
             sent, rows[0], context, flat.index, flat.scales_late, flat.trained
         )
         return pending, [rows[0]]
-
-
-# -- to the other ranks that hold the sums too -----------------------------------------------------
-
-
-def broadcast_back(flat: Flat, total: torch.Tensor, context: CollectiveContext) -> Pending:
-    """Start the exchange of sums among all ranks that hold them: between groups first, then inside
-    each group.
-    """
-
-    def on(hop: Hop) -> Pending:
-        first = hop.first - flat.owned[0]
-        sums = total[first : first + hop.group.size * hop.own]
-        return hop.group.all_gather(sums, context, flat.index, over=1, addresses=flat.trained)
-
-    pending = on(flat.hops[-1])
-    if flat.whole_master and len(flat.hops) > 1:
-        return Chain(flat.group, pending, lambda: on(flat.hops[0]))
-    return pending
 
 
 # -- sums ------------------------------------------------------------------------------------------

@@ -42,19 +42,20 @@ import torch
 
 from onefold.device import has_streams
 from onefold.layout import overlap
-from onefold.memory import GRADIENTS, REDUCTION, MemoryLedger, TierError, nbytes_of
+from onefold.memory import GRADIENTS, REDUCTION, TierError, nbytes_of
 from onefold.recipe import Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.runtime.boxes import local_of
 from onefold.runtime.flat import Entry, Flat, Unit
 from onefold.runtime.gather import Order
-from onefold.runtime.hops import Hop, UnderWay, broadcast_back, drop, landed
+from onefold.runtime.hops import Hop, UnderWay, drop, landed
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
 
 if TYPE_CHECKING:
     from onefold.comm import Pending
     from onefold.parallel.marks import Marks
     from onefold.runtime.engine import Engine
+    from onefold.runtime.storage import Storage
 
 
 #: Gradients wait on whole parameters until those of their unit have more bytes together; on a device
@@ -71,24 +72,20 @@ class Reduction:
     """One flat buffer that is being reduced.
 
     Attributes:
-        used: the numbers of the entries that got a gradient here. left: those whose sums are not
-            handed over.
+        used: the entries that got a gradient here.
         hop: the one that it is on. under_way: that hop, launched.
-        total: the sums of the last hop, over what this rank owns. down: they have left the device.
-        kept: some `.grad` is a view of them, or may become one.
+        total: the sums of the last hop, over what this rank owns; None if the device has added them
+            to `.grad` on the host.
         gathering: the exchange of sums with the other ranks that hold them too.
     """
 
     unit: Unit
     flat: Flat
-    used: set[int]
-    left: list[Entry]
+    used: set[Entry]
     hop: Hop
     under_way: UnderWay = field(init=False)
     total: torch.Tensor | None = None
     gathering: Pending | None = None
-    down: bool = False
-    kept: bool = False
 
     @property
     def is_last(self) -> bool:
@@ -97,11 +94,6 @@ class Reduction:
     @property
     def sent_bytes(self) -> int:
         return self.hop.sent_bytes
-
-    @property
-    def waits(self) -> bool:
-        """Whether another rank may have used an entry whose sums are not handed over."""
-        return any(e.number in self.flat.awaited for e in self.left)
 
 
 class Reducer:
@@ -119,9 +111,9 @@ class Reducer:
         self.under_way: list[Reduction] = []
         self.on_next_hop: list[Reduction] = []  # past their first hop
         # Entries that have a gradient, on any rank, in the held sums
-        self.held: set[int] = set()
+        self.held: set[Entry] = set()
         self.summed: list[Reduction] = []
-        self.used: set[int] = set()
+        self.used: set[Entry] = set()
         # Of a mesh along which some ranks have the same data
         self.marks: Marks | None = None
 
@@ -151,7 +143,7 @@ class Reducer:
             flat.grad = self._buffer(flat, flat.dtypes.sums if wide else flat.dtypes.wire)
         unit.aside.append(entry)
         unit.aside_bytes += entry.nbytes
-        unit.gradients.discard(entry.number)
+        unit.gradients.discard(entry)
         if not unit.gradients or unit.aside_bytes > self.aside:
             with disable_torch_function(), torch.no_grad():
                 self.store(unit)
@@ -182,11 +174,11 @@ class Reducer:
             if self.marks is not None and self.marks.open:
                 self.marks.note(entry, grad)
             set_grad(entry.compute, None)
-            self.used.add(entry.number)
+            self.used.add(entry)
             unit.late = unit.late or unit.launched
-            flat, number = entry.flat, entry.number
-            filled = number in flat.filled
-            flat.filled.add(number)
+            flat = entry.flat
+            filled = entry in flat.filled
+            flat.filled.add(entry)
             if entry.nbytes:  # else its view is no view of the buffer
                 alike[flat, filled, entry.parts].append((entry, grad))
         for (flat, filled, parts), pairs in alike.items():
@@ -277,9 +269,9 @@ class Reducer:
             used, flat.filled = flat.filled, set()
             self.used |= used  # if only by earlier micro-batches: other ranks must hear of it
             for entry in flat.entries:
-                if entry.number not in used:
+                if entry not in used:
                     flat.view(buffer, entry).zero_()
-            r = Reduction(unit, flat, used, flat.entries, flat.hops[0])
+            r = Reduction(unit, flat, used, flat.hops[0])
             self._start(r, buffer)
             self.under_way.append(r)
 
@@ -292,7 +284,7 @@ class Reducer:
 
     def _land(self, r: Reduction) -> None:
         """Wait for the parts and add them up in rank order. Then start the next hop, or hand over
-        the sums that can be handed over.
+        the sums, unless other ranks have to tell first which of them are meant.
         """
         flat, total = r.flat, landed(r.under_way)
         if not r.is_last:
@@ -312,72 +304,76 @@ class Reducer:
         r.total = total
         if flat.spec.broadcast_back:  # to the other ranks that hold them too
             context = self.engine.context("all-reduce", r.unit.name)
-            r.gathering = broadcast_back(flat, total, context)
+            r.gathering = flat.holders.all_gather(
+                total, context, flat.index, over=1, addresses=flat.trained
+            )
         else:
-            self._hand_over(r, r.used)
-        if r.gathering is not None or r.waits:
-            self.summed.append(r)
+            every = flat.awaited <= r.used
+            self._bring_down(r, r.used, every)
+            if every:
+                self._hand_over(r, r.used)
+                return
+        self.summed.append(r)
 
     # -- handing over ------------------------------------------------------------------------------
 
-    def _hand_over(self, r: Reduction, used: set[int]) -> None:
+    def _bring_down(self, r: Reduction, used: set[Entry], every: bool) -> None:
+        """Take sums to the tier where gradients are stored. `every`: those of the entries `used` are
+        all that are meant.
+        """
+        storage, total = r.flat.storage, r.total
+        ledger = self._ledgers[storage.gradient_tier]
+        if ledger is not self.memory:
+            assert total is not None
+            mine = [e for e in r.flat.entries if e in used and not e.elsewhere]
+            there = [(get_grad(e.param), total[e.here]) for e in mine if every]
+            self.memory.add(GRADIENTS, -nbytes_of(total))
+            r.total = storage.accept(total, there, mine if self.engine.sync else [])
+            if r.total is not None:
+                ledger.add(GRADIENTS, nbytes_of(r.total))
+
+    def _hand_over(self, r: Reduction, used: set[Entry]) -> None:
         """Give the sums of the entries `used` to the optimizer's parameters: set `.grad`, or add to
         it, as autograd does.
         """
-        flat, storage = r.flat, r.flat.storage
+        flat, storage, total = r.flat, r.flat.storage, r.total
         ledger, early = self._ledgers[storage.gradient_tier], self.stepper.early
-        meant = [e for e in r.left if e.number in used]
-        r.left = [e for e in r.left if e.number not in used]
-        mine = list[Entry]()
+        meant = [e for e in flat.entries if e in used]
         for entry in meant:
-            if entry.elsewhere:
-                entry.graded_elsewhere = True
-            else:
-                mine.append(entry)
+            entry.graded_elsewhere |= entry.elsewhere
+        mine = [e for e in meant if not e.elsewhere]
         in_backward = early.takes(flat, meant)
-        assert r.total is not None
-        if not r.down and ledger is not self.memory:
-            r.down = True
-            self.memory.add(GRADIENTS, -nbytes_of(r.total))
-            there = [] if r.waits else [(get_grad(e.param), r.total[e.here]) for e in mine]
-            r.total = storage.accept(r.total, there, mine if self.engine.sync else [])
-            if r.total is not None:
-                ledger.add(GRADIENTS, nbytes_of(r.total))
-        if r.total is not None:
-            if in_backward or not self._on_disk(r, r.total, mine):
-                self._give(r, r.total, mine, ledger)
-            if not (r.kept or r.waits) and (storage.offloaded or r.gathering is None):
-                ledger.add(GRADIENTS, -nbytes_of(r.total))  # they were added, or copied
+        if total is not None:
+            before: list[Any] = []
+            if in_backward or not self._on_disk(storage, total, mine):
+                before = [get_grad(e.param) for e in mine]
+                master = flat.dtypes.master
+                if total.dtype != master and None in before:  # one cast, not one a parameter
+                    r.total = total.to(master)
+                    ledger.add(GRADIENTS, nbytes_of(r.total))
+                    ledger.add(GRADIENTS, -nbytes_of(total))
+                    total = r.total
+                own = flat.own(total)
+                for entry, there in zip(mine, before, strict=True):
+                    if there is None:
+                        set_grad(entry.param, own[entry.index])
+                    else:
+                        there.add_(own[entry.index])
+            if None not in before and (storage.offloaded or r.gathering is None):
+                ledger.add(GRADIENTS, -nbytes_of(total))  # they were added, or copied
         if in_backward:
             early.landed(flat)
 
-    def _on_disk(self, r: Reduction, total: torch.Tensor, entries: list[Entry]) -> bool:
+    def _on_disk(self, storage: Storage, total: torch.Tensor, entries: list[Entry]) -> bool:
         """Add the sums to gradients on disk, if these are stored there."""
         try:
-            return r.flat.storage.take_gradient(total, entries)
+            return storage.take_gradient(total, entries)
         except TierError as error:
             # The other ranks wait for this one: all raise before the optimizer steps
             self.engine.failed(error)
             return True
 
-    def _give(
-        self, r: Reduction, total: torch.Tensor, entries: list[Entry], ledger: MemoryLedger
-    ) -> None:
-        before = [get_grad(entry.param) for entry in entries]
-        if total.dtype != r.flat.dtypes.master and None in before:  # one cast, not one a parameter
-            r.total = total.to(r.flat.dtypes.master)
-            ledger.add(GRADIENTS, nbytes_of(r.total))
-            ledger.add(GRADIENTS, -nbytes_of(total))
-            total = r.total
-        own = r.flat.own(total)
-        for entry, there in zip(entries, before, strict=True):
-            if there is not None:
-                there.add_(own[entry.index])
-            else:
-                set_grad(entry.param, own[entry.index])
-                r.kept = True
-
-    def finish(self, used_anywhere: set[int]) -> None:
+    def finish(self, used_anywhere: set[Entry]) -> None:
         """Land everything and hand over the gradients of what any rank used."""
         while self.under_way:
             self._land(self.under_way.pop(0))
@@ -392,6 +388,7 @@ class Reducer:
             r = self.summed.pop(0)
             if r.gathering is not None:
                 r.gathering.wait()
+                self._bring_down(r, used_anywhere, every=True)
             self._hand_over(r, used_anywhere)
 
     def launch_rest(self) -> None:
@@ -407,18 +404,18 @@ class Reducer:
         while self.under_way and not self.under_way[0].is_last:
             self._land(self.under_way.pop(0))
 
-    def second_round(self, late: list[int], used_anywhere: set[int]) -> None:
+    def second_round(self, late: list[Unit], used_anywhere: set[Entry]) -> None:
         """Reduce the gradients that came after their unit was reduced. (Re-entrant checkpointing of
         a shared module brings such gradients.)
         """
-        for index in late:
-            if self.stepper.early.has_stepped(self.units[index]):
+        for unit in late:
+            if self.stepper.early.has_stepped(unit):
                 raise RuntimeError(
-                    f"a gradient of {self.units[index].name!r} came after the unit was stepped"
+                    f"a gradient of {unit.name!r} came after the unit was stepped"
                     " in the backward pass: this model uses it in more than one part of the"
                     " pass. Leave step_in_backward out."
                 )
-            self._launch(self.units[index])
+            self._launch(unit)
         self.finish(used_anywhere)
 
     def drop(self) -> None:
@@ -458,9 +455,9 @@ class Reducer:
         flat, slot = entry.flat, entry.slot
         if self.engine.backward_open:
             return None
-        if flat.grad is not None and entry.number in flat.filled:
+        if flat.grad is not None and entry in flat.filled:
             buffer, first = flat.grad, 0
-        elif flat.held is not None and entry.number in self.held:
+        elif flat.held is not None and entry in self.held:
             buffer, first = flat.held, flat.shard[0]
         else:
             return None
@@ -472,7 +469,7 @@ class Reducer:
         autograd has made it; None if none waits whole.
         """
         flat, found = entry.flat, self.waiting(entry)
-        if found is None or entry.number not in flat.filled:
+        if found is None or entry not in flat.filled:
             return None
         return found[0].view(entry.slot.shape) / (flat.early_scale * entry.parts)
 
@@ -481,14 +478,14 @@ class Reducer:
         flat = entry.flat
         if self.engine.backward_open:
             return
-        flat.filled.discard(entry.number)
+        flat.filled.discard(entry)
         if flat.grad is not None and not flat.filled:
             self.pool.give(flat.grad)
             flat.grad = None
         if (found := self.waiting(entry)) is not None:  # its group's sums may wait too
             found[0].zero_()
-            self.held.discard(entry.number)
-        if flat.held is not None and not any(e.number in self.held for e in flat.entries):
+            self.held.discard(entry)
+        if flat.held is not None and self.held.isdisjoint(flat.entries):
             self.pool.give(flat.held)
             flat.held = None
 
