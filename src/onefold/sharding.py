@@ -44,7 +44,7 @@ from onefold.runtime.state.checks import (
 )
 from onefold.runtime.state.start import fetch, lay_out, materialize, modules_of, notes
 from onefold.runtime.stepper import Steppers
-from onefold.runtime.storage import DeviceStorage, Storage
+from onefold.runtime.storage import Storage
 from onefold.runtime.units import find_units
 
 
@@ -265,10 +265,10 @@ class Capabilities:
 
     def storage(self, flat: Flat, engine: Engine) -> Storage:
         if flat.spec.stored:
-            return EncodedStorage(flat, engine)
+            return EncodedStorage(flat)
         if (tiers := flat.spec.tiers) is not None:
             return STORAGES[tiers.optimizer](flat, engine)
-        return DeviceStorage(flat)
+        return Storage(flat)
 
     def gather(self, flat: Flat, engine: Engine) -> Gather:
         if flat.spec.gather_codec is None:
@@ -277,7 +277,7 @@ class Capabilities:
 
     def hop(self, flat: Flat, at: int, engine: Engine) -> Hop:
         hop = flat.spec.hops[at]
-        if flat.spec.encodes(hop) and not flat.group.alone:
+        if flat.spec.encodes(hop):
             return Encoded(flat, at, engine)
         by: dict[str, Any] = {"pairwise": Pairwise, "at once": Rows, "backend": Native}
         made: Hop = by[flat.spec.added_by(hop)](flat, at, engine)

@@ -57,6 +57,7 @@ ALONE = rows(
         of(3, "evaluates", **BF16, **DISK),
         of(0, offload_activations="cpu"),
         of(3, "saves writes", **HOST),
+        of(3, "frozen", **BF16, frozen="int8"),
     ],
     [
         of(0, "clips evaluates elsewhere"), of(0, "evaluates decays", **BF16, **STATES), of(0, "saves fused"),

@@ -3,7 +3,7 @@
 Gathers: after a step each rank's interval is encoded once. It is sent and cached as bytes, and decoded
 into the flat buffer after the last hop. Each rank decodes its own interval too, so all ranks compute
 with the same values. The bytes of the intervals that a rank owns are cached; with hpZ those of the
-group's shard. Frozen weights that are stored encoded are bytes already, so nothing is cached.
+group's shard. Frozen weights that are stored encoded are these bytes, and nothing else.
 
 Reductions: each part is encoded for its receiver, which decodes it and adds it in the accumulation
 dtype. Encoded values are never added. A rank's own part is not encoded.
@@ -11,8 +11,7 @@ dtype. Encoded values are never added. A rank's own part is not encoded.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,64 +27,24 @@ if TYPE_CHECKING:
     from onefold.runtime.flat import Entry, Flat
 
 
-class EncodedIntervals:
-    """Encodes and decodes the ranks' intervals of a flat buffer. Each interval is encoded
-    separately and takes `each` bytes, so the bytes do not depend on the groups.
-
-        values   | interval 0 | interval 1 | interval 2 | ...     shard_numel elements each
-        bytes    | each       | each       | each       | ...     a multiple of 16
-    """
-
-    def __init__(self, flat: Flat, codec: str | None) -> None:
-        self.codec, self.numel = CODECS[codec or ""], flat.layout.shard_numel
-        self.used = self.codec.encoded_bytes(self.numel)
-        self.each = flat.spec.each
-
-    def bytes_of(self, addresses: tuple[int, int]) -> tuple[int, int]:
-        """Return where the bytes of whole intervals, given by their addresses, begin and end."""
-        a, b = (edge // max(self.numel, 1) * self.each for edge in addresses)
-        return a, b
-
-    def encode(self, values: torch.Tensor, coded: torch.Tensor) -> None:
-        """Encode `values` of some intervals into their bytes `coded`."""
-        if self.numel and values.numel():
-            self.codec.encode(values.view(-1, self.numel), self.rows(coded))
-
-    def decode(self, coded: torch.Tensor, values: torch.Tensor) -> None:
-        """Decode the bytes `coded` of some intervals into `values`."""
-        if self.numel and values.numel():
-            self.codec.decode(self.rows(coded), values.view(-1, self.numel))
-
-    def rows(self, coded: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of intervals without their padding, [intervals, used]."""
-        return coded.view(-1, self.each)[:, : self.used]
-
-
 class EncodedStorage(Storage):
-    """Frozen weights that are stored only as the bytes that gathers send (QLoRA's base).
-
-    Attributes:
-        payload: the intervals that this rank owns, encoded.
+    """Frozen weights that are stored only as the bytes that gathers send (QLoRA's base): the cached
+    shard of an `EncodedGather`.
     """
 
     in_place = False
-    payload: torch.Tensor
-
-    def __init__(self, flat: Flat, engine: Engine) -> None:
-        super().__init__(flat)
-        self.intervals = EncodedIntervals(flat, engine.recipe.frozen)
 
     def build(self, device: torch.device) -> torch.Tensor:
-        self.payload = torch.empty(self.flat.spec.cached_bytes, dtype=torch.uint8, device=device)
         return torch.empty(self.numel, dtype=self.flat.dtypes.master, device=device)
 
     def decoded(self) -> torch.Tensor:
-        values = torch.empty(self.numel, dtype=self.flat.dtypes.master, device=self.payload.device)
-        self.intervals.decode(self.payload, values)
+        values, gather = torch.empty_like(self.flat.master), cast(EncodedGather, self.flat.gather)
+        gather.decode(gather.cached, values)
         return values
 
     def store(self, values: torch.Tensor) -> None:
-        self.intervals.encode(values, self.payload)
+        gather = cast(EncodedGather, self.flat.gather)
+        gather.encode(values, gather.cached)
 
     def refuse_training(self, entry: Entry) -> None:
         raise ValueError(
@@ -99,15 +58,20 @@ class EncodedStorage(Storage):
 
 
 class EncodedGather(Gather):
-    """One all-gather of bytes among the ranks that together own the whole."""
+    """One all-gather of bytes among the ranks that together own the whole. Each rank's interval is
+    encoded separately and takes `each` bytes, so the bytes do not depend on the groups.
+
+        values   | interval 0 | interval 1 | interval 2 | ...     shard_numel elements each
+        bytes    | each       | each       | each       | ...     a multiple of 16
+    """
 
     exact = False
 
     def __init__(self, flat: Flat, engine: Engine) -> None:
         super().__init__(flat, engine)
-        recipe = engine.recipe
-        codec = recipe.frozen if flat.spec.stored else recipe.parameters.codec
-        self.intervals, self.pool = EncodedIntervals(flat, codec), engine.pool
+        self.codec = cast(Any, flat.spec.gather_codec)
+        self.numel, self.each, self.pool = flat.layout.shard_numel, flat.spec.each, engine.pool
+        self.used = self.codec.encoded_bytes(self.numel)
 
     def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending:
         flat = self.flat
@@ -115,28 +79,30 @@ class EncodedGather(Gather):
         coded = self.pool.take(flat.spec.coded_bytes, torch.uint8, GATHERED, flat.unit_name)
 
         def decode() -> None:
-            self.intervals.decode(coded, full)
+            self.decode(coded, full)
             self.pool.give(coded)
 
-        with self.up.on_stream() if self.beside else nullcontext():
-            return self.send(full, coded, context).then(decode)
+        return self.send(full, coded, context).then(decode)
 
-    @property
-    def cached_slice(self) -> slice:
-        flat = self.flat
-        return slice(
-            *self.intervals.bytes_of(flat.shard if flat.spec.has_secondary else flat.owned)
-        )
+    def encode(self, values: torch.Tensor, coded: torch.Tensor | None) -> None:
+        """Encode `values` of some intervals into their bytes `coded`."""
+        if self.numel and values.numel():
+            self.codec.encode(values.view(-1, self.numel), self._rows(coded))
+
+    def decode(self, coded: torch.Tensor | None, values: torch.Tensor) -> None:
+        """Decode the bytes `coded` of some intervals into `values`."""
+        if self.numel and values.numel():
+            self.codec.decode(self._rows(coded), values.view(-1, self.numel))
+
+    def _rows(self, coded: torch.Tensor | None) -> torch.Tensor:
+        """Return the bytes of intervals without their padding, [intervals, used]."""
+        assert coded is not None
+        return coded.view(-1, self.each)[:, : self.used]
 
     def fill(self, full: torch.Tensor, wire: torch.Tensor) -> None:
-        """Encode what this rank owns, interval by interval, unless it is stored so."""
-        a, b = self.flat.owned
-        coded, storage = wire[slice(*self.intervals.bytes_of((a, b)))], self.flat.storage
-        if isinstance(storage, EncodedStorage):
-            coded.copy_(storage.payload)
-            return
+        """Encode what this rank owns, interval by interval."""
         self.put(full)
-        self.intervals.encode(full[a:b], coded)
+        self.encode(full[slice(*self.flat.owned)], self.part(wire, self.flat.owned))
 
     def all_gather(self, group: Group, wire: torch.Tensor, context: CollectiveContext) -> Pending:
         """Gather the bytes of the whole, or of a shard, among ranks that each have a part. The

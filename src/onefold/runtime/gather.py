@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection, Iterable, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +43,8 @@ if TYPE_CHECKING:
 #
 # `interval` is a rank's part among all ranks, `shard` its part among those of its group (see [Note:
 # positions] in layout/flat.py). A gather may have a cached shard: the secondary shard (hpZ), or
-# this rank's part encoded (qwZ). Gathers start from it until masters are written to.
+# this rank's part encoded (qwZ). Gathers start from it until masters are written to. Frozen weights
+# that are stored encoded are in it, and nowhere else.
 
 
 class Gather:
@@ -69,27 +69,33 @@ class Gather:
 
     def build(self, device: torch.device) -> None:
         """Take the memory of the cached shard."""
-        spec = self.flat.spec
-        if spec.cached_bytes and not spec.stored:
-            self.cached = torch.empty(spec.cached_bytes, dtype=torch.uint8, device=device)
+        if nbytes := self.flat.spec.cached_bytes:
+            self.cached = torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def start(self, full: torch.Tensor, context: CollectiveContext) -> Pending:
         """Start gathering the whole into `full`."""
-        with self.up.on_stream() if self.beside else nullcontext():
-            if self.flat.whole_master:
-                self.put(full)
-                return Pending(self.flat.group, [], context)
-            return self.send(full, full, context)
+        return self.send(full, full, context)
 
     def send(self, full: torch.Tensor, wire: torch.Tensor, context: CollectiveContext) -> Pending:
-        """Do so on the present stream. `wire`: the whole as it travels."""
+        """Do so. `wire`: the whole as it travels."""
+        if not self.beside:
+            return self._send(full, wire, context)
+        with self.up.on_stream():
+            pending = self._send(full, wire, context)
+        # Whoever waits for the gather waits for the copy before it too
+        return pending.then(partial(self.up.order, self.up.mark()))
+
+    def _send(self, full: torch.Tensor, wire: torch.Tensor, context: CollectiveContext) -> Pending:
         group, cached = self.flat.group, self.cached
         if cached is None:
             self.fill(full, wire)
+            if self.flat.whole_master:
+                return Pending(group, [], context)
             return self.all_gather(self.flat.owners_group, wire, context)
-        cached, mine = cached.view(wire.dtype), wire[self.cached_slice]
         second_copy = self.flat.spec.has_secondary
         last = group.intra_group if second_copy else self.flat.owners_group
+        mine = self.part(wire, self.flat.shard if second_copy else self.flat.owned)
+        cached = cached.view(wire.dtype)
         if self.fresh:
             mine.copy_(cached)
             return self.all_gather(last, wire, context)
@@ -107,12 +113,13 @@ class Gather:
     @property
     def fresh(self) -> bool:
         """Whether the cached shard has the masters' present values."""
-        return self.cached is not None and self.cached_of == self.flat.version
+        flat = self.flat
+        return self.cached is not None and (flat.spec.stored or self.cached_of == flat.version)
 
-    @property
-    def cached_slice(self) -> slice:
-        """The place of the cached shard in what travels."""
-        return slice(*self.flat.shard)
+    def part(self, wire: torch.Tensor, addresses: tuple[int, int]) -> torch.Tensor:
+        """Return the part of what travels that stands for some ranks' intervals."""
+        numel = max(self.flat.layout.numel, 1)
+        return wire[slice(*(at * wire.numel() // numel for at in addresses))]
 
     def fill(self, full: torch.Tensor, wire: torch.Tensor) -> None:
         """Put this rank's part into its place in what travels."""
@@ -281,7 +288,7 @@ class Gatherer:
     def __init__(self, engine: Engine) -> None:
         self.units = engine.units
         self.engine, self.recipe, self.group = engine, engine.recipe, engine.group
-        self.pool, self.up = engine.pool, engine.transfers.up
+        self.pool = engine.pool
         self.sharded = [u for u in self.units if not u.resident]
         self.forward, self.backward = Order(self.sharded), Order(backwards(self.sharded))
         self.last: Collection[Unit] = ()
@@ -595,10 +602,7 @@ class Gatherer:
         for flat in unit.flats:
             if flat.resident and not flat.stale:
                 continue
-            pending = flat.gather.start(self.buffer_of(unit, flat), context)
-            if flat.gather.beside:  # whoever waits for the gather waits for the copy before it too
-                pending.then(partial(self.up.order, self.up.mark()))
-            unit.pending.append(pending)
+            unit.pending.append(flat.gather.start(self.buffer_of(unit, flat), context))
             # Not before: a launch that was interrupted is made again
             flat.copied = flat.version
 

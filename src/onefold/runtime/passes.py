@@ -40,7 +40,6 @@ from onefold.runtime.parameters.interval import disable_torch_function
 from onefold.runtime.parameters.parameter import point, put
 from onefold.runtime.parameters.values import refuse_if_computed_with
 from onefold.runtime.saved import is_in
-from onefold.runtime.storage import refuse_written
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -504,10 +503,14 @@ def keep_writes(unit: Unit) -> None:
             if entry.slot.numel and storage_of(entry.local) != storage_of(full):
                 flat.view(full, entry).copy_(entry.local.detach())
                 point(entry.local, flat.view(full, entry))
-        if written and not flat.gather.exact:
-            refuse_written(written)
-        elif written:
-            flat.storage.keep_written(full[slice(*flat.owned)], written)
+        if written and (flat.storage.offloaded or not flat.gather.exact):
+            raise RuntimeError(
+                f"parameter {written[0].slot.name!r} was written to in the forward pass, and it is"
+                " stored off the device or travels encoded, so that the change would be lost. Write"
+                " to it after optimizer.step(), under torch.no_grad()."
+            )
+        if written:
+            flat.storage.keep_written(full[slice(*flat.owned)])
             flat.gather.cached_of = -1
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 #
 # | class            | file                     | masters are stored                      | readable in place |
 # |------------------|--------------------------|-----------------------------------------|-------------------|
-# | `DeviceStorage`  | here                     | on the device, or where they were       | yes               |
+# | `Storage`        | here                     | on the device, or where they were       | yes               |
 # | `HostStorage`    | offload/storage.py       | in host memory                          | yes               |
 # | `NvmeStorage`    | offload/storage.py  | in files on a disk                      | no                |
 # | `EncodedStorage` | quant/encoded.py         | on the device, encoded (frozen weights) | no                |
@@ -32,9 +31,10 @@ if TYPE_CHECKING:
 # the elements that it owns.
 
 
-class Storage(ABC):
-    """What the engine asks of the place where a shard is stored. The methods that are implemented
-    here do what masters on the device need, which is often nothing.
+class Storage:
+    """What the engine asks of the place where a shard is stored. Here masters are on the device: a
+    buffer of their own, or an interval of the resident whole if that has their dtype; in no buffer
+    at all where one rank has nothing to divide or cast.
 
     Attributes:
         flat: the flat buffer. numel: the number of elements that this rank owns.
@@ -58,11 +58,14 @@ class Storage(ABC):
 
     # -- building ----------------------------------------------------------------------------------
 
-    @abstractmethod
     def build(self, device: torch.device) -> torch.Tensor:
         """Take memory. Returns the tensor [owned] whose views the optimizer's parameters become. If
         masters are not `in_place`, that has no memory once they are.
         """
+        flat = self.flat
+        if flat.full is not None and flat.spec.shares_memory:
+            return flat.full[slice(*flat.owned)]
+        return torch.empty(self.numel, dtype=flat.dtypes.master, device=device)
 
     # -- masters -----------------------------------------------------------------------------------
 
@@ -70,24 +73,37 @@ class Storage(ABC):
         """Return a copy of all masters, [owned], if they are stored encoded."""
         return None
 
-    @abstractmethod
     def store(self, values: torch.Tensor) -> None:
-        """Store new values for all masters, [owned], which may be the masters themselves."""
+        """Store new values for all masters, [owned], which may be the masters themselves, and are
+        here.
+        """
+        assert values is self.flat.master
 
     def renew(self) -> None:
         """Bring what gathers read up to date: masters were written to in their place."""
 
     def refuse_training(self, entry: Entry) -> None:
         """Raise ValueError if `entry`, frozen until now, cannot be trained from here on."""
+        spec, dtype = self.flat.spec, self.flat.dtypes.master
+        if dtype in LOW and dtype != spec.recipe.optimizer.dtype:
+            raise ValueError(
+                f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it is stored"
+                f" in {dtype} without fp32 master weights, and cannot be trained"
+                " now. Set it free between onefold.unshard(model) and a new shard(). Or leave"
+                " requires_grad=True while calling shard() and freeze it afterwards, or use"
+                " precision='fp32'."
+            )
 
-    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
-        """Make `own`, [owned] in the compute dtype, the masters' values: a module has `written` to
-        its parameters in a forward pass.
-
-        Raises:
-            RuntimeError: masters cannot follow.
+    def keep_written(self, own: torch.Tensor) -> None:
+        """Make `own`, [owned] in the compute dtype, the masters' values: a module has written to
+        its parameters in a forward pass. Only for masters on the device.
         """
-        refuse_written(written)
+        master = self.flat.master
+        if storage_of(own) == storage_of(master):
+            return  # the masters are a view of the whole
+        # Elements that nobody wrote to keep the bits that the compute dtype cannot hold
+        same = own == master.to(own.dtype)
+        master.copy_(torch.where(same, master, own.to(master.dtype)))
 
     # -- elements of masters and states ------------------------------------------------------------
 
@@ -123,7 +139,6 @@ class Storage(ABC):
 
     # -- gathers -----------------------------------------------------------------------------------
 
-    @abstractmethod
     def put(self, full: torch.Tensor) -> None:
         """Copy this rank's masters into their place in the whole, in the compute dtype, on the
         current stream.
@@ -131,6 +146,9 @@ class Storage(ABC):
         Raises:
             TierError: they could not be read.
         """
+        # Otherwise the masters are a view of the whole
+        if storage_of(self.flat.master) != storage_of(full):
+            full[slice(*self.flat.owned)].copy_(self.flat.master)
 
     def fetch(self) -> None:
         """Start to read what `put` will copy, if that is on a disk and not under way yet."""
@@ -192,45 +210,6 @@ class Storage(ABC):
         raise NotImplementedError
 
 
-class DeviceStorage(Storage):
-    """Masters on the device: a buffer of their own, or an interval of the resident whole if that
-    has their dtype; in no buffer at all where one rank has nothing to divide or cast.
-    """
-
-    def build(self, device: torch.device) -> torch.Tensor:
-        flat = self.flat
-        if flat.full is not None and flat.spec.shares_memory:
-            return flat.full[slice(*flat.owned)]
-        return torch.empty(self.numel, dtype=flat.dtypes.master, device=device)
-
-    def store(self, values: torch.Tensor) -> None:
-        assert values is self.flat.master
-
-    def refuse_training(self, entry: Entry) -> None:
-        spec, dtype = self.flat.spec, self.flat.dtypes.master
-        if dtype in LOW and dtype != spec.recipe.optimizer.dtype:
-            raise ValueError(
-                f"parameter {entry.slot.name!r} was frozen when the model was sharded, so it is stored"
-                f" in {dtype} without fp32 master weights, and cannot be trained"
-                " now. Set it free between onefold.unshard(model) and a new shard(). Or leave"
-                " requires_grad=True while calling shard() and freeze it afterwards, or use"
-                " precision='fp32'."
-            )
-
-    def keep_written(self, own: torch.Tensor, written: list[Entry]) -> None:
-        master = self.flat.master
-        if storage_of(own) == storage_of(master):
-            return  # the masters are a view of the whole
-        # Elements that nobody wrote to keep the bits that the compute dtype cannot hold
-        same = own == master.to(own.dtype)
-        master.copy_(torch.where(same, master, own.to(master.dtype)))
-
-    def put(self, full: torch.Tensor) -> None:
-        # Otherwise the masters are a view of the whole
-        if storage_of(self.flat.master) != storage_of(full):
-            full[slice(*self.flat.owned)].copy_(self.flat.master)
-
-
 def _items(entry: Entry, key: str, x: int, y: int) -> slice:
     """Return where elements [x, y) are in what this rank holds of a master or a state."""
     first, _ = entry.owned()
@@ -241,15 +220,3 @@ def state_shape(entry: Entry, key: str) -> tuple[int, ...]:
     """Return the shape of what this rank holds of the state `key`."""
     shape: tuple[int, ...] = tuple(entry.param.shape)
     return shape if packed(key) is None else (-(-entry.param.numel() // grain_of(key)),)
-
-
-def refuse_written(written: list[Entry]) -> None:
-    """Raise RuntimeError if any parameter was written to in a forward pass: the change would be
-    lost.
-    """
-    if written:
-        raise RuntimeError(
-            f"parameter {written[0].slot.name!r} was written to in the forward pass, and it is stored"
-            " off the device or travels encoded, so that the change would be lost. Write to it after"
-            " optimizer.step(), under torch.no_grad()."
-        )
