@@ -676,14 +676,17 @@ class Group:
         context: CollectiveContext,
         event: TrafficEvent | None = None,
         on_host: bool = False,
+        relays: bool = True,
     ) -> None:
         """Wait for `works`, and record in the ledger how long that took. On a device with streams
-        the current stream waits, not the host, unless `on_host` is True.
+        the current stream waits, not the host, unless `on_host` is True. `relays`: see [Note: chains
+        go on in order] in comm/pending.py.
         """
         # The connections are closed: raise the same error again instead of waiting
         if self.broken is not None:
             raise self.broken
-        self.chains.relay_before(context)
+        if relays:
+            self.chains.relay_before(context)
         start = time.perf_counter()
         try:
             if on_host or self.backend == "gloo" or not has_streams(self.device):

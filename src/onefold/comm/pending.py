@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import json
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -220,7 +219,7 @@ def stall_error(
 
 class Pending:
     """A move in flight. `wait` returns when this rank's buffers are complete (on CUDA: complete for
-    work queued later on the current stream).
+    work queued later on the current stream). `relays`: see [Note: chains go on in order].
     """
 
     __slots__ = ("_after", "_group", "_keep", "_works", "context", "event")
@@ -237,10 +236,10 @@ class Pending:
         self._group, self._works, self.context, self.event = group, works, context, event
         self._keep, self._after = keep, after
 
-    def wait(self) -> None:
+    def wait(self, relays: bool = True) -> None:
         if self._works:
             works, self._works = self._works, []
-            self._group.wait(works, self.context, self.event)
+            self._group.wait(works, self.context, self.event, relays=relays)
             works.clear()
         after, self._keep, self._after = self._after, None, ()
         for act in after:  # a pool takes a buffer back only if nothing else holds it
@@ -261,14 +260,14 @@ class Chain(Pending):
     which the chains were made. That order is the same on all ranks. A wait for a reduction begins
     the second moves of all gathers that were launched up to the reduction's unit. Any other wait
     begins all of them. So a rank that took part in a gather and did not use the result does not
-    keep the others waiting.
+    keep the others waiting. The waits inside a chain begin none (`relays`).
     """
 
     __slots__ = ("_first", "_second", "_then")
 
     def __init__(self, group: Group, first: Pending, then: Callable[[], Pending]) -> None:
         super().__init__(group, [], first.context, first.event)
-        self._first, self._then, self._second = first, then, Pending(group, [], first.context)
+        self._first, self._then = first, then
         # The relay stream waits for the first move, the compute stream for the second only
         if group.relay is None:
             group.chains.waiting.append(self)
@@ -280,16 +279,15 @@ class Chain(Pending):
 
     def begin(self) -> None:
         """Wait for the first move, and start the second."""
-        self._first.wait()
+        self._first.wait(relays=False)
         self._second = self._then()
         del self._first, self._then  # and the buffers that they hold
 
-    def wait(self) -> None:
+    def wait(self, relays: bool = True) -> None:
         if self._group.broken is not None:  # the second move may never have begun
             raise self._group.broken
         self._group.chains.relay(self)
-        with self._group.chains.held():  # this wait must not begin the chains after this one
-            self._second.wait()
+        self._second.wait(relays=False)
         super().wait()
 
 
@@ -298,13 +296,10 @@ class Chains:
 
     def __init__(self) -> None:
         self.waiting: deque[Chain] = deque()
-        self._held = False
 
     def relay(self, last: Chain | None = None) -> None:
         """Begin the second moves of all chains, or of those up to `last`."""
-        if self._held or (last is not None and last not in self.waiting):
-            return
-        with self.held():
+        if last is None or last in self.waiting:
             while self.waiting:
                 chain = self.waiting.popleft()
                 chain.begin()
@@ -319,15 +314,6 @@ class Chains:
             # Gathers after this unit can stay: other ranks may only begin them once they have this
             # reduction
             self.relay(own[-1])
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Context in which waits begin no second moves."""
-        before, self._held = self._held, True
-        try:
-            yield
-        finally:
-            self._held = before
 
 
 # -- how far the host runs ahead -------------------------------------------------------------------

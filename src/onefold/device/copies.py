@@ -55,7 +55,7 @@ def within(window: int, held: int, sizes: Iterable[int]) -> bool:
 
 @dataclass(eq=False, slots=True)
 class _Flying:
-    """A copy in flight, the `number`-th of its stream.
+    """A copy in flight.
 
     Attributes:
         ticket: an event behind it.
@@ -64,7 +64,6 @@ class _Flying:
         done: called then.
     """
 
-    number: int
     ticket: Any
     stream: Any
     tensors: tuple[torch.Tensor, ...]
@@ -163,7 +162,7 @@ class CopyStream:
             nbytes = max(t.numel() * t.element_size() for t in tensors)
             self._largest = max(self._largest, nbytes)
             stream = self.current()
-            self._flying.append(_Flying(self._begun, ticket, stream, tensors, done, nbytes))
+            self._flying.append(_Flying(ticket, stream, tensors, done, nbytes))
             too_early = self._let_go(self.window)
         if too_early is not None:
             too_early.synchronize()
@@ -225,12 +224,7 @@ class CopyStream:
         ticket.synchronize()
         with self._lock:
             self._finished = max(self._finished, begun)
-            done = [flying for flying in self._flying if flying.number <= begun]
-            for _ in done:
-                self._flying.popleft()
-        for flying in done:
-            if flying.holding:
-                flying.let_go()
+            self._let_go(self.window)
 
 
 def reading(*numbers: torch.Tensor) -> Callable[[], list[float]]:

@@ -28,7 +28,6 @@ from torch import nn
 from onefold.comm import CollectiveContext, Group, alike, as_bytes, both
 from onefold.layout.holders import Holders
 from onefold.memory import STAGING, storage_of
-from onefold.recipe import Recipe
 from onefold.runtime.boxes import local_of
 from onefold.runtime.parameters.interval import ShardedParameterError, spec_of
 from onefold.runtime.parameters.parameter import WRAPPED
@@ -47,27 +46,6 @@ Sharing = tuple[tuple[int, ...], ...]
 Table = dict[str, torch.Tensor | None]
 
 _START = CollectiveContext("control", "(buffers)", 0, "state")
-
-
-def sent_before_passes(module: nn.Module, recipe: Recipe) -> list[Table]:
-    """Return the tables of the modules whose buffers rank 0 sends before passes."""
-    wanted, norms = recipe.sync_buffers, nn.modules.batchnorm._NormBase
-    return [
-        m._buffers
-        for m in module.modules()
-        if wanted is True or (wanted == "norms" and isinstance(m, norms))
-    ]
-
-
-def buffers_in(tables: Iterable[Table]) -> list[torch.Tensor]:
-    """Return the buffers in `tables`, each once."""
-    found = {
-        id(b): local_of(refuse_parts(name, b))
-        for table in tables
-        for name, b in table.items()
-        if b is not None
-    }
-    return [*found.values()]
 
 
 class Buffers:
@@ -95,8 +73,13 @@ class Buffers:
 
     def find(self, module: nn.Module) -> None:
         """Look at the modules of the model. Before passes go the buffers that the recipe names."""
+        wanted, norms = self._engine.recipe.sync_buffers, nn.modules.batchnorm._NormBase
         self._tables = [m._buffers for m in module.modules()]
-        self._sent = sent_before_passes(module, self._engine.recipe)
+        self._sent = [
+            m._buffers
+            for m in module.modules()
+            if wanted is True or (wanted == "norms" and isinstance(m, norms))
+        ]
 
     def _shared_by(self, divided: Iterable[Sharing]) -> tuple[Group, str]:
         """Return who shares buffers of a module, by who holds the same of its parameters; and in words
@@ -117,11 +100,14 @@ class Buffers:
         return self._divided.get(id(table), self._others)
 
     def _by_group(self, tables: Iterable[Table]) -> dict[Group, list[torch.Tensor]]:
-        """Return the buffers in `tables`, by the group that shares them."""
-        by: dict[Group, list[Table]] = {}
+        """Return the buffers in `tables`, each once, by the group that shares them."""
+        by: dict[Group, dict[int, torch.Tensor]] = {}
         for table in tables:
-            by.setdefault(self._place(table)[0], []).append(table)
-        return {group: buffers_in(some) for group, some in by.items()}
+            found = by.setdefault(self._place(table)[0], {})
+            for name, b in table.items():
+                if b is not None:
+                    found[id(b)] = local_of(refuse_parts(name, b))
+        return {group: [*found.values()] for group, found in by.items()}
 
     def before_pass(self) -> None:
         """Called when a pass over the model begins: send rank 0's buffers, if that is due."""
