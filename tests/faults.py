@@ -256,9 +256,10 @@ FAULTS = [
         "checkpoints",
         "the last rank accounts for one element less than it has",
         "runtime/flat.py",
-        "position)\n        return a - self.slot.start, b - self.slot.start\n\n    def owned",
-        "position)\n        last = b > a and flat.rank == flat.group.size - 1\n"
-        "        return a - self.slot.start, b - self.slot.start - last\n\n    def owned",
+        "        return self._within(flat.layout.interval(flat.rank if position is None else position))",
+        "        rank = flat.rank if position is None else position\n"
+        "        a, b = self._within(flat.layout.interval(rank))\n"
+        "        return a, b - (b > a and flat.rank == flat.group.size - 1)",
         [row("stages: 3 on 2, clipped to 0.5")],
     ),
     Fault(

@@ -28,7 +28,7 @@ are bit-equal. And 16-bit gradients can be sent in 16 bits and still be summed i
 the ledger and nothing arrives. Where a rank needs the others' values, it takes its own.
 
 [Note: tags instead of order] A pairwise message carries a tag made of the move, the unit, a count,
-the addresses that are reduced, and the length. If two ranks disagree on what comes next, their
+what is reduced or asked for, and the length. If two ranks disagree on what comes next, their
 messages do not match: both wait, and the wait ends in a `StallError`. Neither takes the other's
 bytes for something else.
 
@@ -91,8 +91,6 @@ from onefold.layout.holders import Mesh
 
 #: (peer, tensor) for each message.
 Parts = Sequence[tuple[int, torch.Tensor]]
-#: What is reduced, if some of the buffer's parameters are frozen.
-Addresses = tuple[int, int] | None
 #: Bytes to other ranks; those of them to other nodes; what they were encoded from, 0 if they were not.
 Bytes = tuple[int, int, int]
 _KINDS = (
@@ -394,7 +392,7 @@ class Group:
             number: of the flat buffer, or another that tells messages apart.
             start: launches it over a communicator.
             tensors: kept alive until it is complete.
-            about: goes into the checksum, with the move and `number`.
+            about: goes into the checksum, with the move and `number`, if the context says nothing.
             over: 0 for the communicator of gathers, 1 for that of reductions.
         """
         (nbytes, *others), move, unit = sent, context.move, context.unit
@@ -416,7 +414,7 @@ class Group:
             after = [lambda: self.ledger.waited(event, time.perf_counter())]
             return Pending(self, [], context, event, tensors, after)
         if self._own:
-            self._note(over, move, number, about)
+            self._note(over, move, number, context.about or about)
         with self._launching(context):
             works = start(self._own[over] if self._own else self.shared.control)
         return Pending(self, works, context, event, tensors, after)
@@ -440,7 +438,6 @@ class Group:
         *,
         plain: int = 0,
         over: int = 0,
-        addresses: Addresses = None,
     ) -> Pending:
         """sharded → replicated, in place: send rank r's interval of `full` ([numel], cut evenly) to
         every other rank's `full`.
@@ -449,7 +446,6 @@ class Group:
             plain: bytes that `full` was encoded from, for the ledger.
             over: 1 for sums of a reduction, which go to the communicator of reductions, in their
                 order.
-            addresses: as in `scatter_parts`.
         """
         if self.size == 1:
             return Pending(self, [], context)
@@ -463,28 +459,25 @@ class Group:
                 number,
                 plain=plain * outer.size // self.size,
                 over=over,
-                addresses=addresses,
             )
             return Chain(
                 self,
                 low,
-                lambda: inner.all_gather(
-                    full, context, number, plain=plain, over=over, addresses=addresses
-                ),
+                lambda: inner.all_gather(full, context, number, plain=plain, over=over),
             )
         mine = full[self.rank * shard : (self.rank + 1) * shard]
         plain //= self.size
         if self.backend == "gloo":
             sends = [(p, mine) for p in self.peers]
             recvs = [(p, full[p * shard : (p + 1) * shard]) for p in self.peers]
-            return self.exchange(sends, recvs, context, number, plain=plain, addresses=addresses)
+            return self.exchange(sends, recvs, context, number, plain=plain)
         return self._launch(
             context,
             number,
             self._to_all(mine.nbytes, plain),
             lambda group: [dist.all_gather_single(full, mine, group=group, async_op=True)],
             [full],
-            addresses or full.numel(),
+            full.numel(),
             over,
         )
 
@@ -496,14 +489,12 @@ class Group:
         number: int,
         *,
         plain: int = 0,
-        addresses: Addresses = None,
     ) -> Pending:
         """Send each `(peer, tensor)` and receive into each `(peer, tensor)`: the exchange in a
         reduction, a scatter or a gather of uneven parts.
 
         Tensors are contiguous and one-dimensional; empty ones are skipped on both sides. `plain`:
-        bytes that each message was encoded from, for the ledger. `addresses`: as in
-        `scatter_parts`. See [Note: tags instead of order].
+        bytes that each message was encoded from, for the ledger. See [Note: tags instead of order].
         """
         if self.size == 1:
             return Pending(self, [], context)
@@ -521,7 +512,7 @@ class Group:
 
         def start(over: Any) -> list[Any]:
             if gloo:
-                tag = self.tag(context.move, number, addresses)
+                tag = self.tag(context.move, number, context.about)
                 works = []
                 for call, peer, some in (
                     (dist.irecv, "group_src", recvs),
@@ -540,7 +531,7 @@ class Group:
                     whole[at[p]] = t
             return [dist.all_to_all(out, inp, group=over, async_op=True)]
 
-        return self._launch(context, number, sent, start, tensors, addresses, after=after)
+        return self._launch(context, number, sent, start, tensors, after=after)
 
     # -- moves of reductions on native backends ----------------------------------------------------
 
@@ -551,7 +542,6 @@ class Group:
         context: CollectiveContext,
         number: int,
         plain: int = 0,
-        addresses: Addresses = None,
     ) -> Pending:
         """Exchange the parts of a reduction, all of one length, in one operation. The caller adds them
         up.
@@ -561,8 +551,6 @@ class Group:
             received: the parts from all ranks, by position: [ranks, part] with a row for this rank,
                 or [ranks - 1, part] without.
             plain: bytes that each rank's part was encoded from, for the ledger.
-            addresses: what is reduced. If ranks disagree on it, they do not take each other's bytes for
-                their own.
         """
         rows, part = received.shape
         cut = None
@@ -577,7 +565,6 @@ class Group:
                 dist.all_to_all_single(received.view(-1), sent, cut, cut, group=over, async_op=True)
             ],
             [sent, received],
-            addresses,
         )
 
     def reduce_scatter(
@@ -587,7 +574,6 @@ class Group:
         context: CollectiveContext,
         number: int,
         mean: bool,
-        addresses: Addresses = None,
     ) -> Pending:
         """Run the backend's own reduce-scatter: the sum, or mean, of all ranks' `sent`, [numel]. This
         rank's part is written to `own`. The backend adds in the dtype of `sent`.
@@ -601,7 +587,6 @@ class Group:
                 dist.reduce_scatter_single(own, sent, op=op, group=group, async_op=True)
             ],
             [sent, own],
-            addresses,
         )
 
     def launched(self) -> bytes:
@@ -765,11 +750,11 @@ class Group:
         self.shared.communicators.give_up()
         return error
 
-    def tag(self, move: str, number: int, addresses: Addresses = None) -> int:
+    def tag(self, move: str, number: int, about: tuple[int, int] | None = None) -> int:
         self._counts[move, number] += 1
         count = self._counts[move, number]
-        if addresses is not None:
-            count ^= hash(addresses)
+        if about is not None:
+            count ^= hash(about)
         move_and_number = _KINDS.index(move) << 27 | (number & 0x7FFF) << 12
         return self._level << 30 | move_and_number | (count ^ self._salt) & 0xFFF
 

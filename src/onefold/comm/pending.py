@@ -122,6 +122,9 @@ class StallError(RuntimeError):
 class CollectiveContext:
     """What a collective is for: the move, the unit, the step, the phase (forward, backward, state),
     for messages and the ledger. Of a stall, also what the rank has called since the last pass.
+
+    `about`: two numbers that tell what is reduced or asked for. If ranks disagree on it, they do not
+    take each other's bytes for their own.
     """
 
     move: str
@@ -129,6 +132,7 @@ class CollectiveContext:
     step: int
     phase: str
     after: Sequence[str] = ()
+    about: tuple[int, int] | None = None
 
     def __str__(self) -> str:
         after = f", after {', '.join(self.after)}" if self.after else ""

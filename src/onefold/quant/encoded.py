@@ -134,14 +134,12 @@ class Encoded(Hop):
         self._encode(buffer[: self.mine.start], coded[:here])
         self._encode(buffer[self.mine.stop :], coded[here + 1 :])
         if group.native and self.used == room.part:
-            pending = group.scatter_parts(sent, rows, context, flat.index, plain, flat.trained)
+            pending = group.scatter_parts(sent, rows, context, flat.index, plain)
         else:
             sends, recvs = (
                 [(p, each[p, : self.used]) for p in group.peers] for each in (coded, rows)
             )
-            pending = group.exchange(
-                sends, recvs, context, flat.index, plain=plain, addresses=flat.trained
-            )
+            pending = group.exchange(sends, recvs, context, flat.index, plain=plain)
         yield from self.until_here(pending)
         total, target = self.total()
         sums = target

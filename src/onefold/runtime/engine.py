@@ -319,11 +319,13 @@ class Engine:
         """
         return self.world_size > 1 and (torch.is_grad_enabled() or self.backward_open)
 
-    def context(self, move: str, unit: str, phase: str | None = None) -> CollectiveContext:
+    def context(
+        self, move: str, unit: str, phase: str | None = None, about: tuple[int, int] | None = None
+    ) -> CollectiveContext:
         """Return the context of a collective that starts now: its step, and its phase, by default the
         pass under way.
         """
-        return CollectiveContext(move, unit, self.step_count, phase or self.phase)
+        return CollectiveContext(move, unit, self.step_count, phase or self.phase, about=about)
 
     def state_context(self, unit: str) -> CollectiveContext:
         """Return the context of a collective over parameters or states of a unit."""

@@ -227,7 +227,7 @@ class Pairwise(Hop):
         else:
             pieces = enumerate(sent.view(group.size, self.own))
             sends = [(p, piece) for p, piece in pieces if p != here]
-        return group.exchange(sends, recvs, context, flat.index, addresses=flat.trained)
+        return group.exchange(sends, recvs, context, flat.index)
 
 
 class Rows(Hop):
@@ -273,9 +273,7 @@ class Rows(Hop):
             sent = self.take(sent.numel() - self.own, self.wire, taken)
             sent[: mine.start].copy_(before)
             sent[mine.start :].copy_(behind)
-        index, trained = self.flat.index, self.flat.trained
-        pending = self.group.scatter_parts(sent, rows, context, index, addresses=trained)
-        return pending, parts
+        return self.group.scatter_parts(sent, rows, context, self.flat.index), parts
 
 
 class Native(Rows):
@@ -285,9 +283,8 @@ class Native(Rows):
         self, taken: list[torch.Tensor], rows: torch.Tensor, context: CollectiveContext
     ) -> tuple[Pending, list[torch.Tensor]]:
         flat, sent = self.flat, self.on_the_wire(taken)
-        pending = self.group.reduce_scatter(
-            sent, rows[0], context, flat.index, flat.scales_late, flat.trained
-        )
+        scales = flat.scales_late
+        pending = self.group.reduce_scatter(sent, rows[0], context, flat.index, scales)
         return pending, [rows[0]]
 
 

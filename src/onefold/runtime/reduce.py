@@ -278,7 +278,7 @@ class Reducer:
     def _start(self, r: Reduction, buffer: torch.Tensor) -> None:
         """Start the hop of `r`, with `buffer`."""
         move = "all-reduce" if r.flat.whole_master else "reduce-scatter"
-        context = self.engine.context(move, r.unit.name)
+        context = self.engine.context(move, r.unit.name, about=r.flat.trained)
         r.under_way = r.hop.start(buffer, context)
         next(r.under_way)
 
@@ -303,10 +303,8 @@ class Reducer:
             return
         r.total = total
         if flat.spec.broadcast_back:  # to the other ranks that hold them too
-            context = self.engine.context("all-reduce", r.unit.name)
-            r.gathering = flat.holders.all_gather(
-                total, context, flat.index, over=1, addresses=flat.trained
-            )
+            context = self.engine.context("all-reduce", r.unit.name, about=flat.trained)
+            r.gathering = flat.holders.all_gather(total, context, flat.index, over=1)
         else:
             every = flat.awaited <= r.used
             self._bring_down(r, r.used, every)
