@@ -31,7 +31,9 @@ import copy
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,8 @@ _OTHER_KINDS = {
     r"^zero$": "DeepSpeed's universal form",
     r"^offloaded_tensors$": "optimizer states on NVMe, copied as raw swap files",
 }
+#: An item, its dtype and shape, and where it is.
+_Found = tuple[Item, torch.dtype, Iterable[int], "_Parts"]
 #: The keys that DeepSpeed itself puts into a model file; all others are client state.
 _OWN = frozenset((
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
@@ -233,10 +237,12 @@ class _Shard:
     | no "zero_stage"   | stage 1, bf16 with fp32 sums                      |                                |
 
     Attributes:
+        of: its stage, its number of ranks, and the step of each cell, the same in all files.
         cells: of each cell the optimizer's states, flat tensors and scalars; masters under "".
         groups: the options of each parameter group, with the indices of its cells under "params";
-            None if they were not saved.
-        paddings: for each cell, the elements of padding after each parameter.
+            empty if they were not saved.
+        paddings: for each cell, the elements of padding after each parameter; None at stage 3, and
+            if there is none.
         scaler: the attributes of DeepSpeed's loss scaler, or None.
     """
 
@@ -252,22 +258,23 @@ class _Shard:
         third = self.stage == 3
         masters = saved["fp32_flat_groups" if third else "single_partition_of_fp32_groups"]
         inner = saved["optimizer_state_dict" if third else "base_optimizer_state"]
-        listed = not isinstance(inner, Mapping)
-        states: Any = dict(enumerate(inner)) if listed else inner["state"]
-        groups: Any = None if listed else inner["param_groups"]
+        if not isinstance(inner, Mapping):
+            inner = {"state": dict(enumerate(inner)), "param_groups": []}
+        states, groups = inner["state"], inner["param_groups"]
         self.cells: list[dict[str, Any]] = []
         for i, master in enumerate(masters):
             # DeepSpeed's fused Adam keeps the count of steps in the group
-            steps = (g["step"] for g in groups or () if i in g["params"] and "step" in g)
+            steps = (g["step"] for g in groups if i in g["params"] and "step" in g)
             step = next(steps, saved.get("base_optimizer_state_step"))
             known = states.get(i, {})
             given = {} if step is None or not known else {"step": step}
             self.cells.append({"": master, **given, **known})
+        self.of = self.stage, self.ranks, [float(cell.get("step", 0)) for cell in self.cells]
         # Without what only DeepSpeed's own Adam has. torch's always corrects the bias
-        self.groups = groups and [
+        self.groups = [
             {k: v for k, v in g.items() if k not in ("step", "bias_correction")} for g in groups
         ]
-        self.paddings = saved.get("param_alignment_paddings")
+        self.paddings = None if third else saved.get("param_alignment_paddings")
         scaler = saved.get("loss_scaler")
         self.scaler = dict(vars(scaler)) if hasattr(scaler, "__dict__") else None
 
@@ -279,6 +286,33 @@ class _Shard:
 
 
 # -- the source ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """Where the elements of a tensor are: `each` of them in a part, one part on each rank.
+
+    Attributes:
+        of: returns a rank's tensor.
+        each: the elements of a part.
+        begin: where a part begins in each rank's tensor.
+        before: the elements of the parts that precede the tensor's own.
+    """
+
+    of: Callable[[int], Any]
+    each: int
+    begin: int = 0
+    before: int = 0
+
+    def cut(self, start: int, stop: int) -> Iterator[Tensor]:
+        """Yield views of the mapped files that make up elements `[start, stop)`, in order."""
+        at, end = self.before + start, self.before + stop
+        while at < end:
+            rank, into = divmod(at, self.each)
+            count = min(end - at, self.each - into)
+            a = self.begin + into
+            yield self.of(rank).detach().reshape(-1)[a : a + count]
+            at += count
 
 
 class DeepSpeedSource(Source):
@@ -312,8 +346,9 @@ class DeepSpeedSource(Source):
     def __init__(self, path: Path | str, tag: str | None = None) -> None:
         self.folder = _chosen(Path(path), tag)
         self.files = _files(self.folder)
-        self._shards: dict[int, _Shard] = {}
-        self._models: dict[int, Mapping[str, Any]] = {}
+        files = self.files
+        self._model = cache(lambda rank: read_pickle(files["model"][rank]))
+        self._optim = cache(lambda rank: _Shard(files["optim"][rank]))
         with self._worded():
             self._open()
 
@@ -331,7 +366,7 @@ class DeepSpeedSource(Source):
             ) from None
 
     def _open(self) -> None:
-        model, first = self._model(0), _Shard(self.files["optim"][0])
+        model, first = self._model(0), self._optim(0)
         self.stage, self.ranks = first.stage, first.ranks
         if self.ranks != len(self.files["optim"]):
             raise CheckpointError(
@@ -346,16 +381,18 @@ class DeepSpeedSource(Source):
         self.scheduler: Mapping[str, Any] | None = copy.deepcopy(model.get("lr_scheduler"))
         self.scaler = first.scaler
         self.extra = copy.deepcopy({k: v for k, v in model.items() if k not in _OWN})
+        self._first = first
         self._names = [list(named) for named in model["param_shapes"]]
-        self._first = self._shards[0] = first
-        #: {name: (cell, first element in the group or in each rank's cell, shape)}
-        self._places = dict(self._lay_out(model["param_shapes"]))
-        self._frozen = self._frozen_shapes(model)
+        self._cell_of = {name: cell for cell, names in enumerate(self._names) for name in names}
+        self._items: dict[Item, Stored] = {}
+        self._parts: dict[Item, _Parts] = {}
+        shared = model.get("shared_params") or {}
+        for item, dtype, shape, parts in (*self._trained(model), *self._others(model, shared)):
+            self._items[item], self._parts[item] = Stored(dtype, tuple(shape)), parts
         # DeepSpeed also lists all empty tensors as tied to each other
-        stored, shared = {*self._places, *self._frozen}, model.get("shared_params") or {}
+        stored = {item.name for item in self._items if item.kind == "parameter"}
         pairs = [(a, b) if b in stored else (b, a) for a, b in shared.items()]
         self._aliases = {a: b for a, b in pairs if b in stored and a not in stored}
-        self._items = dict(self._list(model))
 
     @property
     def describe(self) -> str:
@@ -374,7 +411,7 @@ class DeepSpeedSource(Source):
         """Read elements into `out`; see `Source.read`. No other bytes of the files are read."""
         at, target = 0, out.view(-1)
         with self._worded():
-            for found in self._elements(item, start, stop):
+            for found in self._parts[item].cut(start, stop):
                 target[at : at + found.numel()].copy_(found)
                 at += found.numel()
         if at != stop - start:
@@ -385,11 +422,11 @@ class DeepSpeedSource(Source):
 
     def scalars(self, name: str) -> Mapping[str, Any]:
         """Return a parameter's scalar states as torch keeps them: `step` is a tensor."""
-        place = self._places.get(self._aliases.get(name, name))
-        cell = {} if place is None else self._first.cells[place[0]]
+        cell = self._cell_of.get(self.stored_name(name))
+        states = {} if cell is None else self._first.cells[cell]
         return {
             key: torch.tensor(float(value), device="cpu") if key == "step" else copy.deepcopy(value)
-            for key, value in cell.items()
+            for key, value in states.items()
             if not isinstance(value, Tensor) or value.dim() == 0
         }
 
@@ -401,99 +438,57 @@ class DeepSpeedSource(Source):
 
     def close(self) -> None:
         """Release the files."""
-        self._shards.clear()
-        self._models.clear()
+        self._optim.cache_clear()
+        self._model.cache_clear()
 
-    # -- finding elements --------------------------------------------------------------------------
+    # -- what there is, and where ------------------------------------------------------------------
 
-    def _lay_out(self, shapes: Any) -> Iterator[tuple[str, tuple[int, int, tuple[int, ...]]]]:
-        paddings = None if self.stage == 3 else self._first.paddings
-        for cell, named in enumerate(shapes):
-            behind, at = paddings[cell] if paddings else [0] * len(named), 0
-            for (name, shape), padding in zip(named.items(), behind, strict=True):
-                yield name, (cell, at, tuple(shape))
-                at += (-(-prod(shape) // self.ranks) if self.stage == 3 else prod(shape)) + padding
+    def _trained(self, model: Mapping[str, Any]) -> Iterator[_Found]:
+        """Yield master weights and states."""
+        for cell, named in enumerate(model["param_shapes"]):
+            third, at, states = self.stage == 3, 0, self._first.cells[cell]
+            paddings = self._first.paddings[cell] if self._first.paddings else [0] * len(named)
+            for (name, shape), padding in zip(named.items(), paddings, strict=True):
+                each = self._share(shape)
+                place = (each, at) if third else (states[""].numel(), 0, at)
+                for state in states:
+                    if (flat := self._first.flat(cell, state)) is not None:
+                        item = Item("state" if state else "parameter", name, state)
+                        of = partial(self._flat, cell, state)
+                        yield item, flat.dtype, shape, _Parts(of, *place)
+                at += (each if third else prod(shape)) + padding
 
-    def _elements(self, item: Item, start: int, stop: int) -> Iterator[Tensor]:
-        """Yield views of the mapped files that make up elements `[start, stop)`, in order."""
-        if item.kind != "buffer" and item.name in self._places:
-            cell, begin, shape = self._places[item.name]
-            if self.stage == 3:
-                cuts = _cuts(begin, -(-prod(shape) // self.ranks), start, stop)
-            else:
-                each = self._first.cells[cell][""].numel()
-                cuts = _cuts(0, each, begin + start, begin + stop)
-            for rank, a, b in cuts:
-                flat: Any = self._shard(rank).flat(cell, item.state)
-                yield flat[a:b]
-        elif item.kind == "buffer" or self.stage < 3:
-            yield self._model(0)["module"][item.name].detach().reshape(-1)[start:stop]
-        else:
-            each = -(-prod(self._frozen[item.name]) // self.ranks)
-            for rank, a, b in _cuts(0, each, start, stop):
-                yield self._model(rank)["frozen_param_fragments"][item.name].detach().view(-1)[a:b]
+    def _others(self, model: Mapping[str, Any], shared: Mapping[str, str]) -> Iterator[_Found]:
+        """Yield buffers, and parameters outside the optimizer."""
+        for name, value in model["module"].items():
+            kind = "buffer" if name in model["buffer_names"] else "parameter"
+            elsewhere = self.stage == 3 or name in self._cell_of or name.endswith("_extra_state")
+            if not isinstance(value, Tensor) or (kind == "parameter" and elsewhere):
+                continue
+            if kind == "buffer" or name not in shared or not value.numel():
+                of = partial(self._saved, "module", name)
+                yield Item(kind, name), value.dtype, value.shape, _Parts(of, value.numel())
+        frozen = model.get("frozen_param_shapes") if self.stage == 3 else None
+        for name, shape in (frozen or {}).items():
+            of = partial(self._saved, "frozen_param_fragments", name)
+            yield Item("parameter", name), of(0).dtype, shape, _Parts(of, self._share(shape))
 
-    def _model(self, rank: int) -> Mapping[str, Any]:
-        if rank not in self._models:
-            self._models[rank] = read_pickle(self.files["model"][rank])
-        return self._models[rank]
+    def _share(self, shape: Iterable[int]) -> int:
+        """Return each rank's elements of a tensor at stage 3, with padding."""
+        return -(-prod(shape) // self.ranks)
 
-    def _shard(self, rank: int) -> _Shard:
-        """Return the optimizer file of a rank, which fits the first rank's."""
-        if rank not in self._shards:
-            shard = _Shard(self.files["optim"][rank])
-            mine, theirs = (
-                (of.stage, of.ranks, [float(cell.get("step", 0)) for cell in of.cells])
-                for of in (shard, self._first)
+    def _flat(self, cell: int, state: str, rank: int) -> Tensor | None:
+        """Return a state of a cell, of a rank's file that fits the first rank's."""
+        shard = self._optim(rank)
+        if shard.of != self._first.of:
+            raise CheckpointError(
+                f"{shard.path} is of stage, ranks and steps {shard.of}, rank 0's file of"
+                f" {self._first.of}: it belongs to another checkpoint."
             )
-            if mine != theirs:
-                raise CheckpointError(
-                    f"{shard.path} is of stage, ranks and steps {mine}, rank 0's file of {theirs}: it"
-                    " belongs to another checkpoint."
-                )
-            self._shards[rank] = shard
-        return self._shards[rank]
+        return shard.flat(cell, state)
 
-    # -- what there is -----------------------------------------------------------------------------
-
-    def _frozen_shapes(self, model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of parameters outside the optimizer."""
-        if self.stage == 3:
-            shapes = model.get("frozen_param_shapes") or {}
-            return {name: tuple(shape) for name, shape in shapes.items()}
-        shared = model.get("shared_params") or {}
-        return {
-            name: tuple(t.shape)
-            for name, t in model["module"].items()
-            if isinstance(t, Tensor)
-            and not name.endswith("_extra_state")
-            and name not in {*self._places, *model["buffer_names"]}
-            and not (name in shared and t.numel())
-        }
-
-    def _list(self, model: Mapping[str, Any]) -> Iterator[tuple[Item, Stored]]:
-        for name, (cell, _, shape) in self._places.items():
-            for state in self._first.cells[cell]:
-                if (flat := self._first.flat(cell, state)) is not None:
-                    kind = "state" if state else "parameter"
-                    yield Item(kind, name, state), Stored(flat.dtype, shape)
-        parts = model["module"] if self.stage < 3 else model.get("frozen_param_fragments") or {}
-        for name, shape in self._frozen.items():
-            yield Item("parameter", name), Stored(parts[name].dtype, shape)
-        for name in model["buffer_names"]:
-            if isinstance(buffer := model["module"].get(name), Tensor):
-                yield Item("buffer", name), Stored(buffer.dtype, tuple(buffer.shape))
-
-
-def _cuts(begin: int, each: int, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (rank, a, b): elements `[start, stop)` of what is cut into parts of `each` are elements
-    `[a, b)` of the ranks' cells, where the part begins at `begin`.
-    """
-    while start < stop:
-        rank = start // each
-        upto = min(stop, (rank + 1) * each)
-        yield rank, begin + start - rank * each, begin + upto - rank * each
-        start = upto
+    def _saved(self, key: str, name: str, rank: int) -> Any:
+        return self._model(rank)[key][name]
 
 
 open_source = DeepSpeedSource
