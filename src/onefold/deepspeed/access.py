@@ -43,8 +43,9 @@ __all__ = [
     "safe_set_local_optimizer_state",
     "safe_update_full_grad_vectorized",
 ]
-#: What is asked for, besides the keys of optimizer states.
+#: What is asked for, besides the keys of optimizer states; and how messages call it.
 _GRADIENT, _MASTERS = ".grad", ""
+_SAID = {_GRADIENT: "the gradient", _MASTERS: "the master weights"}
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -55,25 +56,24 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     if entry is not None and (own := engine.reduce.whole_waiting(entry)) is not None:
         found: Tensor = own.float()
         return found
-    return _full(param, _GRADIENT)
+    return _whole(param, _GRADIENT, _held(param, _GRADIENT))
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return _full(param, _MASTERS) if param.requires_grad else None
+    return _whole(param, _MASTERS, _held(param, _MASTERS)) if param.requires_grad else None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """`optim_state_key` is the state's name, such as "exp_avg" or "exp_avg_sq"."""
-    if (spec := spec_of(param)) is not None:
+    held, spec = _held(param, optim_state_key), spec_of(param)
+    if spec is not None:
         # A rank that owns no element of the parameter may have no state, so the ranks must agree
         # on whether any of them has one.
-        mine = float(_held(param, optim_state_key) is not None)
+        mine = torch.tensor([float(held is not None)], device="cpu")
         with disable_torch_function():
-            known = spec.exchange(torch.tensor([mine], device="cpu"), "optimizer states")
-            if not bool((known > 0).any()):
-                return None
-            return _full(param, optim_state_key, torch.empty(0, device="cpu"))
-    return _full(param, optim_state_key)
+            if bool((spec.exchange(mine, "optimizer states") > 0).any()) and held is None:
+                held = torch.empty(0, device="cpu")
+    return _whole(param, optim_state_key, held)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -88,8 +88,8 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
     """A rank that has no element of the parameter gets an empty tensor once the optimizer has such
     states of other parameters.
     """
-    found, spec = _local(param, optim_state_key), spec_of(param)
-    if found is None and spec is not None and spec.start == spec.stop and param.requires_grad:
+    found = _local(param, optim_state_key)
+    if found is None and _is_elsewhere(param) and param.requires_grad:
         others = (s for o in _optimizers_of(param) for s in o.state.values())
         if any(optim_state_key in state for state in others):
             return torch.empty(0, device=param.device)
@@ -97,16 +97,15 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_local_grad(param, _piece("safe_set_full_grad", param, value))
+    _overwrite(param, _GRADIENT, _piece(param, value))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    safe_set_local_fp32_param(param, _piece("safe_set_full_fp32_param", param, value))
+    _overwrite(param, _MASTERS, _piece(param, value))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    mine = _piece("safe_set_full_optimizer_state", param, value)
-    safe_set_local_optimizer_state(param, mine, optim_state_key)
+    _overwrite(param, optim_state_key, _piece(param, value))
 
 
 def safe_update_full_grad_vectorized(
@@ -123,17 +122,17 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    _overwrite("safe_set_local_grad", param, _GRADIENT, value)
+    _overwrite(param, _GRADIENT, value)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    _overwrite("safe_set_local_fp32_param", param, _MASTERS, value)
+    _overwrite(param, _MASTERS, value)
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    _overwrite("safe_set_local_optimizer_state", param, optim_state_key, value)
+    _overwrite(param, optim_state_key, value)
 
 
 # -- this rank's elements --------------------------------------------------------------------------
@@ -157,43 +156,20 @@ def _held(param: nn.Parameter, what: str) -> Tensor | None:
     with disable_torch_function():
         if what == _MASTERS and entry is not None and spec_of(param) is not None:
             return MasterParts().values(entry, "", *entry.owned())
-        if what in (_GRADIENT, _MASTERS):
+        if what in _SAID:
             return None if held is None else held.detach().as_subclass(Tensor)
-        if (found := _state(param, what)) is None:
+        optimizer = _with_state(param, what)
+        if optimizer is None:
             return None
-        optimizer, state = found
         if entry is None:  # whole, as on one process in fp32
-            return state.detach()
+            return optimizer.state[param][what].detach()
         return OptimizerParts(optimizer).stored(entry, what, *entry.owned())
 
 
-def _state(param: nn.Parameter, key: str) -> tuple[Any, Tensor] | None:
-    """Return the optimizer that has a state of that name for the parameter, and the state."""
-    for optimizer in _optimizers_of(param):
-        state = optimizer.state.get(param, {}).get(key)
-        if isinstance(state, Tensor):
-            return optimizer, state
-    return None
-
-
-def _local(param: nn.Parameter, what: str) -> Tensor | None:
-    held = _held(param, what)
-    with disable_torch_function():
-        return None if held is None else held.float().reshape(-1)
-
-
-def _full(param: nn.Parameter, what: str, otherwise: Tensor | None = None) -> Tensor | None:
-    """Return all elements, or None. `otherwise`: what this rank gives if it has none."""
-    held, spec = _held(param, what), spec_of(param)
-    held = otherwise if held is None else held
-    if held is None:
-        return None
-    with disable_torch_function():
-        if spec is None:
-            return held.to(torch.float32, copy=True).view(param.shape)
-        said = {_GRADIENT: "the gradient", _MASTERS: "the master weights"}
-        local = held.reshape(-1).to(param.device)
-        return spec.gather(local, said.get(what, f"the state {what!r}")).float()
+def _is_elsewhere(param: nn.Parameter) -> bool:
+    """Whether only other ranks have elements of the parameter."""
+    spec = spec_of(param)
+    return spec is not None and spec.start == spec.stop
 
 
 def _optimizers_of(param: nn.Parameter) -> list[Any]:
@@ -205,40 +181,62 @@ def _optimizers_of(param: nn.Parameter) -> list[Any]:
     ]
 
 
-def _piece(call: str, param: nn.Parameter, value: Tensor) -> Tensor:
+def _with_state(param: nn.Parameter, key: str) -> Any:
+    """Return the optimizer that has a state of that name for the parameter, or None."""
+    every = _optimizers_of(param)
+    return next((o for o in every if isinstance(o.state.get(param, {}).get(key), Tensor)), None)
+
+
+def _local(param: nn.Parameter, what: str) -> Tensor | None:
+    held = _held(param, what)
+    with disable_torch_function():
+        return None if held is None else held.float().reshape(-1)
+
+
+def _whole(param: nn.Parameter, what: str, held: Tensor | None) -> Tensor | None:
+    """Return all elements, of which this rank has `held`. None if it has none."""
+    spec = spec_of(param)
+    if held is None:
+        return None
+    with disable_torch_function():
+        if spec is None:
+            return held.to(torch.float32, copy=True).view(param.shape)
+        local = held.reshape(-1).to(param.device)
+        return spec.gather(local, _SAID.get(what, f"the state {what!r}")).float()
+
+
+def _piece(param: nn.Parameter, value: Tensor) -> Tensor:
     """Return this rank's elements of a whole tensor."""
     if value.shape != param.shape:
         raise ValueError(
-            f"{call} was given shape {tuple(value.shape)}, expected {tuple(param.shape)}, the"
-            " whole parameter's."
+            f"a value of shape {tuple(value.shape)} was given, expected the whole parameter's,"
+            f" {tuple(param.shape)}."
         )
     spec = spec_of(param)
     return value.reshape(-1) if spec is None else spec.piece(value)
 
 
-def _overwrite(call: str, param: nn.Parameter, what: str, value: Tensor) -> None:
+def _overwrite(param: nn.Parameter, what: str, value: Tensor) -> None:
     """Overwrite this rank's elements by `value`, of any shape and dtype.
 
     Raises:
         ValueError: they do not exist, or `value` has another number of elements.
     """
-    held, spec, (entry, engine) = _held(param, what), spec_of(param), owner_of(param)
+    held, (entry, engine) = _held(param, what), owner_of(param)
     on_disk = what == _GRADIENT and isinstance(param.grad, Elsewhere)
-    if held is None and spec is not None and spec.start == spec.stop:
+    if held is None and _is_elsewhere(param):
         return
     if held is None:
         raise ValueError(
-            f"{call}: this parameter has no {what or 'master weights'}: gradients are there between"
+            f"this parameter has no {what or 'master weights'}: gradients are there between"
             " backward and step, states of the optimizer from the first step on."
         )
     with torch.no_grad(), disable_torch_function():
         mine = value.detach().as_subclass(Tensor).reshape(-1)
         if mine.numel() != held.numel():
             raise ValueError(
-                f"{call} was given {mine.numel()} elements, expected the {held.numel()} that this"
-                " rank has."
+                f"{mine.numel()} elements were given, expected the {held.numel()} that this rank has."
             )
-        start, stop = (0, 0) if entry is None else entry.owned()
         if entry is None or (what == _GRADIENT and not on_disk):
             held.copy_(mine.view(held.shape))
         elif on_disk:
@@ -246,8 +244,8 @@ def _overwrite(call: str, param: nn.Parameter, what: str, value: Tensor) -> None
         elif what == _MASTERS:
             engine.wait_before_write(entry.flat)
             parts, (item,) = MasterParts(), master_items([entry])
-            parts.write(item, start, stop, mine)
+            parts.write(item, *entry.owned(), mine)
             parts.finish()
             engine.make_stale()
-        elif (found := _state(param, what)) is not None:
-            OptimizerParts(found[0]).store(entry, what, start, stop, mine)
+        else:
+            OptimizerParts(_with_state(param, what)).store(entry, what, *entry.owned(), mine)
