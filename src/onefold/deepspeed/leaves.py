@@ -6,8 +6,10 @@ a rank uses.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -64,61 +66,56 @@ _FITS: dict[str, Callable[[str, nn.Module, Any], bool]] = {
 
 
 def _mark(
-    model: nn.Module, kind: str, wanted: Iterable[Any], flag: bool = True, must: bool = False
+    kind: str,
+    model: nn.Module,
+    names: Iterable[Any],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[Any]]:
-    """Mark the modules that fit one of `wanted`. Returns them, and those of `wanted` that none fits.
+    """Mark the modules that fit one of `names` as leaves, or remove the mark. Returns them, and those
+    of `names` that none fits.
+
+    Args:
+        kind: what `names` are: a key of `_FITS`.
 
     Raises:
-        ValueError: with `must`, no module is of the classes, or a name or a suffix fits none.
+        ValueError: with `raise_if_not_found`, no module is of the classes, or a name or a suffix fits
+            none.
     """
-    named, wanted = list(model.named_modules()), list(wanted)
-    fitting = [[m for name, m in named if _FITS[kind](name, m, one)] for one in wanted]
-    found = list(dict.fromkeys(module for modules in fitting for module in modules))
-    missing = [one for one, modules in zip(wanted, fitting, strict=True) if not modules]
+    named = list(model.named_modules())
+    fitting = {one: [m for name, m in named if _FITS[kind](name, m, one)] for one in names}
+    found = list(dict.fromkeys(itertools.chain.from_iterable(fitting.values())))
+    missing = [one for one, modules in fitting.items() if not modules]
     for module in found:
         set_z3_leaf_module(module, flag)
-    if must and missing and not (kind == "classes" and found):
+    if raise_if_not_found and missing and not (kind == "classes" and found):
         raise ValueError(
             f"leaf modules {missing!r}: the model has none such; give classes or names."
         )
     return found, missing
 
 
-def _of_classes(flag: bool) -> Callable[..., list[nn.Module]]:
-    def mark(
-        model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
-    ) -> list[nn.Module]:
-        """Mark the modules of these classes, given by class or by name, as leaves, or remove the
-        mark. Returns them.
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark the modules of these classes, given by class or by name, as leaves. Returns them.
 
-        Raises:
-            ValueError: there is none, and `raise_if_not_found`.
-        """
-        return _mark(model, "classes", leaf_module_classes, flag, raise_if_not_found)[0]
-
-    return mark
+    Raises:
+        ValueError: there is none, and `raise_if_not_found`.
+    """
+    return _mark("classes", model, leaf_module_classes, True, raise_if_not_found)[0]
 
 
-set_z3_leaf_modules, unset_z3_leaf_modules = _of_classes(True), _of_classes(False)
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Remove the marks of `set_z3_leaf_modules`, likewise."""
+    return _mark("classes", model, leaf_module_classes, False, raise_if_not_found)[0]
 
 
-def _by(kind: str) -> Callable[..., tuple[list[nn.Module], list[str]]]:
-    def mark(
-        model: nn.Module, names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
-    ) -> tuple[list[nn.Module], list[str]]:
-        """Mark the modules of these names in `named_modules()`, or those whose names end so. Returns
-        them, and the names or suffixes that fit none.
-
-        Raises:
-            ValueError: one fits none, and `raise_if_not_found`.
-        """
-        return _mark(model, kind, names, flag, raise_if_not_found)
-
-    return mark
-
-
-set_z3_leaf_modules_by_name = _by("names")
-set_z3_leaf_modules_by_suffix = _by("name_suffixes")
+#: Mark the modules of these names in `named_modules()`, or those whose names end so: see `_mark`.
+set_z3_leaf_modules_by_name = partial(_mark, "names")
+set_z3_leaf_modules_by_suffix = partial(_mark, "name_suffixes")
 
 
 def mark_configured(model: nn.Module, section: LeafModules, optimizer: Any) -> None:
@@ -129,7 +126,7 @@ def mark_configured(model: nn.Module, section: LeafModules, optimizer: Any) -> N
     `ds_z3_leaf_module` of these parameters. Neither keeps the model alive.
     """
     for kind in _FITS:
-        _, missing = _mark(model, kind, getattr(section, kind))
+        _, missing = _mark(kind, model, getattr(section, kind), raise_if_not_found=False)
         if missing and kind != "classes":
             logger.warning("zero_optimization.leaf_module.%s fits no module: %s", kind, missing)
     if optimizer is None:

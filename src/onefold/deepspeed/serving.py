@@ -26,57 +26,45 @@ VERSION = "0.19.8+onefold"
 _HERE = "onefold.deepspeed"
 #: Packages that look for DeepSpeed when they are imported.
 _BEFORE = ("transformers", "accelerate")
-_ZERO = "zero"
 
-#: {module: the files of this package whose public names (`__all__`) it shows, or other modules}.
-#: Parents of these modules exist without a row of their own.
+#: {a file of this package, or another module: the modules that show its public names (`__all__`)}. Where
+#: two files have a name, the first counts. Parents of these modules exist as well.
 SERVED: Mapping[str, str] = {
-    "deepspeed": "utilities engine setup meaning reading optimizers",
-    "deepspeed.accelerator": "utilities",
-    "deepspeed.accelerator.real_accelerator": "utilities",
-    "deepspeed.checkpoint.utils": "utilities",
-    "deepspeed.checkpointing": "checkpointing",
-    "deepspeed.comm": "utilities torch.distributed",
-    "deepspeed.comm.comm": "utilities torch.distributed",
-    "deepspeed.launcher.runner": "utilities",
-    "deepspeed.ops": "utilities",
-    "deepspeed.ops.adagrad": "optimizers",
-    "deepspeed.ops.adagrad.cpu_adagrad": "optimizers",
-    "deepspeed.ops.adam": "optimizers",
-    "deepspeed.ops.adam.cpu_adam": "optimizers",
-    "deepspeed.ops.adam.fused_adam": "optimizers",
-    "deepspeed.ops.aio": "utilities",
-    "deepspeed.ops.lion": "optimizers",
-    "deepspeed.ops.lion.cpu_lion": "optimizers",
-    "deepspeed.ops.lion.fused_lion": "optimizers",
-    "deepspeed.ops.op_builder": "utilities",
-    "deepspeed.runtime.activation_checkpointing.checkpointing": "checkpointing",
-    "deepspeed.runtime.base_optimizer": "optimizers",
-    "deepspeed.runtime.bf16_optimizer": "optimizers",
-    "deepspeed.runtime.config": "meaning reading",
-    "deepspeed.runtime.dataloader": "utilities",
-    "deepspeed.runtime.engine": "engine",
-    "deepspeed.runtime.fp16.fused_optimizer": "optimizers",
-    "deepspeed.runtime.fp16.unfused_optimizer": "optimizers",
-    "deepspeed.runtime.lr_schedules": "schedules",
-    "deepspeed.runtime.torch_autocast": "precision",
-    "deepspeed.runtime.utils": "utilities",
-    "deepspeed.runtime.zero": _ZERO,
-    "deepspeed.runtime.zero.config": "schema",
-    "deepspeed.runtime.zero.offload_config": "schema",
-    "deepspeed.runtime.zero.partition_parameters": f"{_ZERO} utilities",
-    "deepspeed.runtime.zero.stage3": "optimizers",
-    "deepspeed.runtime.zero.stage_1_and_2": "optimizers",
-    "deepspeed.runtime.zero.utils": "utilities",
-    "deepspeed.utils": "access leaves utilities",
-    "deepspeed.utils.init_on_device": "utilities",
-    "deepspeed.utils.logging": "utilities",
-    "deepspeed.utils.nvtx": "utilities",
-    "deepspeed.utils.tensor_fragment": "access",
-    "deepspeed.utils.z3_leaf_module": "leaves",
-    "deepspeed.utils.zero_to_fp32": "zero_to_fp32",
-    "deepspeed.zero": _ZERO,
-}
+    "utilities": (
+        "deepspeed deepspeed.accelerator deepspeed.accelerator.real_accelerator deepspeed.checkpoint.utils "
+        "deepspeed.comm deepspeed.comm.comm deepspeed.launcher.runner deepspeed.ops deepspeed.ops.aio "
+        "deepspeed.ops.op_builder deepspeed.runtime.dataloader deepspeed.runtime.utils "
+        "deepspeed.runtime.zero.partition_parameters deepspeed.runtime.zero.utils deepspeed.utils "
+        "deepspeed.utils.init_on_device deepspeed.utils.logging deepspeed.utils.nvtx"
+    ),
+    "access": "deepspeed.utils deepspeed.utils.tensor_fragment",
+    "checkpointing": "deepspeed.checkpointing deepspeed.runtime.activation_checkpointing.checkpointing",
+    "engine": "deepspeed deepspeed.runtime.engine",
+    "leaves": "deepspeed.utils deepspeed.utils.z3_leaf_module",
+    "meaning": "deepspeed deepspeed.runtime.config",
+    "optimizers": (
+        "deepspeed deepspeed.ops.adagrad deepspeed.ops.adagrad.cpu_adagrad deepspeed.ops.adam "
+        "deepspeed.ops.adam.cpu_adam deepspeed.ops.adam.fused_adam deepspeed.ops.lion deepspeed.ops.lion.cpu_lion "
+        "deepspeed.ops.lion.fused_lion deepspeed.runtime.base_optimizer deepspeed.runtime.bf16_optimizer "
+        "deepspeed.runtime.fp16.fused_optimizer deepspeed.runtime.fp16.unfused_optimizer "
+        "deepspeed.runtime.zero.stage3 deepspeed.runtime.zero.stage_1_and_2"
+    ),
+    "precision": "deepspeed.runtime.torch_autocast",
+    "reading": "deepspeed deepspeed.runtime.config",
+    "schedules": "deepspeed.runtime.lr_schedules",
+    "schema": "deepspeed.runtime.zero.config deepspeed.runtime.zero.offload_config",
+    "setup": "deepspeed",
+    "zero": "deepspeed.runtime.zero deepspeed.runtime.zero.partition_parameters deepspeed.zero",
+    "zero_to_fp32": "deepspeed.utils.zero_to_fp32",
+    "torch.distributed": "deepspeed.comm deepspeed.comm.comm",
+}  # fmt: skip
+#: All modules that can be imported.
+MODULES = frozenset(
+    ".".join(parts[: n + 1])
+    for names in SERVED.values()
+    for parts in (name.split(".") for name in names.split())
+    for n in range(len(parts))
+)
 
 #: {why: known names that are refused, and every name below them, without "deepspeed."}
 REFUSED: Mapping[str, str] = {
@@ -127,18 +115,13 @@ REFUSED: Mapping[str, str] = {
 }
 
 
-def modules() -> frozenset[str]:
-    """Return all modules that can be imported: those of the table, and their parents."""
-    parts = (name.split(".") for name in SERVED)
-    return frozenset(".".join(p[: n + 1]) for p in parts for n in range(len(p)))
-
-
 def _files(module: str) -> Iterator[tuple[ModuleType, list[str]]]:
     """Yield the files that a served module shows, each with its public names."""
-    for file in SERVED.get(module, "").split():
-        found = importlib.import_module(file if "." in file else f"{_HERE}.{file}")
-        public = [name for name in dir(found) if not name.startswith("_")]
-        yield found, getattr(found, "__all__", public)
+    for file, names in SERVED.items():
+        if module in names.split():
+            found = importlib.import_module(file if "." in file else f"{_HERE}.{file}")
+            public = [name for name in dir(found) if not name.startswith("_")]
+            yield found, getattr(found, "__all__", public)
 
 
 class ServedModule(ModuleType):
@@ -152,7 +135,7 @@ class ServedModule(ModuleType):
         full = f"{self.__name__}.{name}"
         if name == "__all__":  # `from deepspeed.utils import *`
             return [known for _, names in _files(self.__name__) for known in names]
-        if full in modules():
+        if full in MODULES:
             return importlib.import_module(full)
         for file, names in _files(self.__name__):
             if name in names:
@@ -163,7 +146,7 @@ class ServedModule(ModuleType):
         raise AttributeError(_no(full))
 
     def __dir__(self) -> list[str]:
-        below = {m.rpartition(".")[2] for m in modules() if m.rpartition(".")[0] == self.__name__}
+        below = {m.rpartition(".")[2] for m in MODULES if m.rpartition(".")[0] == self.__name__}
         return sorted({*super().__dir__(), *self.__all__, *below})
 
 
@@ -196,7 +179,7 @@ class Finder(importlib.metadata.DistributionFinder, importlib.abc.Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in modules():
+        if fullname not in MODULES:
             if not fullname.startswith(f"{NAME}."):
                 return None
             # The error has no `name=`: with one, `from deepspeed import x` would swallow it and
