@@ -39,7 +39,8 @@ from onefold.wording import few
 
 #: The attribute for what this rank keeps of a parameter that was made under `Init`.
 EARLY = "_onefold_early"
-_numbers = itertools.count()
+#: The numbers of parameters (`ds_id`), the same on all ranks.
+numbers = itertools.count()
 
 
 @dataclass
@@ -47,12 +48,10 @@ class Early:
     """What a rank keeps of a parameter from `Init` on, until an engine has it.
 
     Attributes:
-        number: the same on all ranks.
         values: this rank's interval; None while the parameter is whole.
         stays: it is never divided.
     """
 
-    number: int
     values: Tensor | None = None
     stays: bool = False
 
@@ -173,9 +172,9 @@ def gather(params: Sequence[nn.Parameter]) -> None:
 
 def note(param: nn.Parameter, stays: bool = False) -> None:
     """Number a parameter. All ranks make them in the same order. `stays`: it must not be divided."""
-    early = param.__dict__.setdefault(EARLY, Early(next(_numbers)))
-    early.stays |= stays
-    param.__dict__[KEEPER] = _KEPT
+    own = param.__dict__
+    own.setdefault("ds_id", next(numbers))
+    own[EARLY], own[KEEPER] = Early(stays=stays), _KEPT
 
 
 def can_divide(param: nn.Parameter) -> bool:

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import logging
 import sys
-import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -234,8 +233,7 @@ def _meet_hosts(engine: DeepSpeedEngine, configured: bool) -> None:
         if optimizer is not None:
             optimizer.parameter_offload = offload = ParameterOffload(model)
             optimizer.empty_partition_cache = offload.empty_partition_cache
-    if engine.global_rank:
-        _leave_writing_to_first(engine)
+    _leave_writing_to_first(engine)
     # At each checkpoint Lightning's DeepSpeedStrategy asks for the states of model and optimizer and
     # discards them, because the engine writes them: they are not gathered for it
     strategy: Any = getattr(getattr(model, "_trainer", None), "strategy", None)
@@ -266,32 +264,24 @@ def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
 
 
 def _leave_writing_to_first(engine: DeepSpeedEngine) -> None:
-    """Keep `save_pretrained` of transformers and peft from writing on ranks other than 0.
+    """Let `save_pretrained` of transformers and peft write on rank 0 only. Every rank calls it.
 
-    Scripts call it on every rank with a state dict that is whole on rank 0 and empty elsewhere.
-    Without this, the empty dict's file would replace the one that rank 0 has written.
+    Scripts give it a state dict that is whole on rank 0 and empty elsewhere, or none below stage 3,
+    where the model's own is such a one. An empty dict's file would replace the one of rank 0.
     """
-    module = engine.module
-    plain = getattr(type(module), "save_pretrained", None)
+    plain = getattr(type(engine.module), "save_pretrained", None)
     if plain is None:
         return
-    ref, asks = weakref.ref(module), engine.zero_optimization_stage() < 3
+    ref, asks = weakref.ref(engine.module), engine.zero_optimization_stage() < 3
 
     def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        model, state = ref(), kwargs.get("state_dict")
-        assert model is not None
-        if state is None and asks:
-            # save_pretrained calls model.state_dict(), which is collective: this rank must call it
-            # as often as rank 0 does, and discards the files.
-            with tempfile.TemporaryDirectory() as aside:
-                return plain(model, aside, *args, **{**kwargs, "push_to_hub": False})
-        return (
-            None
-            if state is not None and not state
-            else plain(model, save_directory, *args, **kwargs)
-        )
+        model: Any = ref()
+        if asks and len(args) < 2 and kwargs.get("state_dict") is None:
+            kwargs["state_dict"] = model.state_dict()
+        if kwargs.get("state_dict") != {}:
+            return plain(model, save_directory, *args, **kwargs)
 
-    module.save_pretrained = save_pretrained  # type: ignore[assignment]
+    engine.module.save_pretrained = save_pretrained  # type: ignore[assignment]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

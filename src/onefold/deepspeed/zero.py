@@ -35,12 +35,13 @@ these attributes. On one rank nothing is divided. The status is NOT_AVAILABLE ou
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -77,14 +78,10 @@ LIMIT = 64 << 20
 #: References to the storage of a tensor that nobody else views: the tensor's own reference, and
 #: that of the storage object through which `_is_free` counts.
 _OWN_REFERENCES = 2
-#: How many contexts have gathered a parameter.
-DEPTH = "_onefold_gathered"
-#: This rank's elements, while a context has gathered the parameter.
-LOCAL = "_onefold_local"
+#: The attribute of a parameter for what is known of it while contexts have gathered it.
+INSIDE = "_onefold_inside"
 #: Whether a write in a context that drops it raises (`enable_sanity_checks`).
 CHECKED = "_onefold_checked"
-_ids = itertools.count()
-_WRITTEN = "_onefold_written_inside"
 _CALLED = "_onefold_gathered_by_a_call"
 
 
@@ -257,6 +254,29 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Any, target_fp_dtype: Any, *args:
 # -- GatheredParameters ------------------------------------------------------------------------------
 
 
+@dataclass
+class Inside:
+    """What is known of a parameter while contexts have gathered it.
+
+    Attributes:
+        shape: its shape before.
+        local: this rank's elements before; None if nobody divides it.
+        depth: how many contexts have gathered it.
+        written: whether one of them has kept its changes.
+    """
+
+    shape: torch.Size
+    local: Any = None
+    depth: int = 0
+    written: bool = False
+
+    def unchanged(self, param: nn.Parameter) -> bool:
+        """Whether `local` is still this rank's part of a parameter without an engine."""
+        if self.local is None or self.written:
+            return False
+        return (self.local.dtype, self.shape) == (param.dtype, param.shape)
+
+
 class GatheredParameters:
     """Make parameters whole on every rank inside the context. Collective.
 
@@ -282,28 +302,26 @@ class GatheredParameters:
     ) -> None:
         self.modifier_rank = modifier_rank
         self._params = _ordered(params, modifier_rank is not None) if enabled else []
-        # Of those that an outer context has gathered, and of all on one rank: DEPTH alone
-        self._early: dict[nn.Parameter, tuple[Tensor | None, torch.Size]] = {}
-        self._local: dict[nn.Parameter, Tensor] = {}
         self._wholes: list[Engine] = []
 
     def __enter__(self) -> None:
+        early: list[nn.Parameter] = []
         fresh: dict[Engine, list[Entry]] = {}
         for param in self._params:
-            own, (entry, engine) = param.__dict__, owner_of(param)
-            own[DEPTH] = own.get(DEPTH, 0) + 1
-            if own[DEPTH] > 1:
+            inside = param.__dict__.setdefault(INSIDE, Inside(param.shape))
+            inside.depth += 1
+            entry, engine = owner_of(param)
+            if inside.depth > 1:
                 continue
             if isinstance(param, ShardedParameter):
                 fresh.setdefault(engine, []).append(entry)
             elif not alone():
-                self._early[param] = None, param.shape
-        if early := [*self._early]:
+                early.append(param)
+        if early:
             agree(f"GatheredParameters of {divided.shapes(early)} begins", params=early)
             divided.gather(early)
             for param in filter(divided.can_divide, early):
-                values = param.__dict__[LOCAL] = divided.interval(param)
-                self._early[param] = values, param.shape
+                param.__dict__[INSIDE].local = divided.interval(param)
         for engine, entries in fresh.items():
             self._gather(engine, entries)
         self._checked = [(p, p._version) for p in self._params if CHECKED in p.__dict__]
@@ -324,7 +342,7 @@ class GatheredParameters:
                 elif len(wanted) < len(flat.entries):
                     whole = whole.clone()
                 with disable_torch_function():
-                    self._local[param] = param.__dict__[LOCAL] = param.data
+                    param.__dict__[INSIDE].local = param.data
                     bare([param])
                     param.data = whole
         if all_of_it:
@@ -335,36 +353,30 @@ class GatheredParameters:
         dropped = [p for p, version in self._checked if p._version != version]
         while self._wholes:
             self._wholes.pop().full_params_depth -= 1
-        writes = self.modifier_rank is not None and error is None
-        early, self._early = self._early, {}
+        writes, source = self.modifier_rank is not None and error is None, self.modifier_rank or 0
+        held = {param: param.__dict__[INSIDE] for param in self._params}
+        early = [p for p, inside in held.items() if EARLY in p.__dict__ and inside.depth == 1]
         if early and error is not None and self.modifier_rank is not None:
             leave(error)
         elif early and writes:
-            agree(f"GatheredParameters of {divided.shapes([*early])} ends")
+            agree(f"GatheredParameters of {divided.shapes(early)} ends")
         with torch.no_grad():
-            for param in self._params:
-                own, local = param.__dict__, self._local.pop(param, None)
-                own[DEPTH] -= 1
-                if writes and param not in early and not alone():
-                    broadcast(param.data, self.modifier_rank or 0)
-                own[_WRITTEN] = writes or own.get(_WRITTEN, False)
-                if own[DEPTH]:
+            for param, inside in held.items():
+                inside.depth -= 1
+                inside.written |= writes
+                ends = not inside.depth
+                if writes and not alone() and not (ends and EARLY in param.__dict__):
+                    broadcast(param.data, source)
+                if not ends:
                     continue
-                for name in (DEPTH, LOCAL):
-                    own.pop(name, None)
-                written = own.pop(_WRITTEN)
-                if local is not None:
-                    _put_back(param, local, writes)
-                elif param in early:
-                    values, shape = early[param]
-                    same = values is not None and (values.dtype, shape) == (
-                        param.dtype,
-                        param.shape,
-                    )
-                    if values is not None and same and not written:
-                        divided.hide(param, values)
-                    else:  # also if it was given another shape everywhere
-                        divided.divide(param, (self.modifier_rank or 0) if writes else 0)
+                del param.__dict__[INSIDE]
+                if EARLY not in param.__dict__:
+                    if inside.local is not None:
+                        _put_back(param, inside.local, writes)
+                elif inside.unchanged(param):
+                    divided.hide(param, inside.local)
+                else:  # also if it was given another shape everywhere
+                    divided.divide(param, source)
         if dropped and error is None and self.modifier_rank is None:
             raise RuntimeError(
                 f"in-place modification of {divided.shapes(dropped)} inside GatheredParameters"
@@ -389,7 +401,7 @@ def partition(
             continue
         if has_been_updated:
             context.modifier_rank = 0
-            _refuse_unwritable([e for p in context._local if (e := entry_of(p)) is not None])
+            _refuse_unwritable([e for p in context._params if (e := entry_of(p)) is not None])
         context.__exit__(None, None, None)
 
 
@@ -404,9 +416,7 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
     for p in params.parameters() if isinstance(params, nn.Module) else listed:
         own, (entry, engine) = getattr(p, "__dict__", {}), owner_of(p)
         if engine is None:
-            if EARLY in own:
-                found[0, own[EARLY].number] = p
-            elif alone() and "ds_id" in own:
+            if EARLY in own or (alone() and "ds_id" in own):
                 found[0, own["ds_id"]] = p
         elif engine.in_pass:
             if writes:
@@ -414,7 +424,7 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
                     f"GatheredParameters(modifier_rank=...) was given parameter"
                     f" {entry.slot.name!r} inside a pass of its model: change it outside."
                 )
-        elif isinstance(p, ShardedParameter) or own.get(DEPTH):
+        elif isinstance(p, ShardedParameter) or INSIDE in own:
             found[1, entry.number] = p
     return [found[key] for key in sorted(found)]
 
@@ -471,11 +481,8 @@ def give_facts(params: Iterable[nn.Parameter], checked: bool = False) -> None:
     for name in SHOWN.keys() - vars(Tensor).keys():  # once in a process that uses it
         setattr(Tensor, name, property(partial(_read, name)))
     for param in params:
-        if isinstance(param, nn.parameter.UninitializedParameter):
-            continue
         own = param.__dict__
-        own.setdefault("ds_id", next(_ids))
-        own["ds_shape"], own["ds_numel"] = torch.Size(param.shape), param.numel()
+        own.setdefault("ds_id", next(divided.numbers))
         own.setdefault("ds_active_sub_modules", set())
         if checked:
             own[CHECKED] = True
@@ -487,7 +494,7 @@ def alone() -> bool:
 
 def status_of(param: nn.Parameter) -> ZeroParamStatus:
     entry = entry_of(param)
-    whole = isinstance(param, Whole) or bool(param.__dict__.get(DEPTH))
+    whole = isinstance(param, Whole) or INSIDE in param.__dict__
     if not (whole or alone() or isinstance(param, divided.DividedParameter)):
         whole = entry is None or not entry.flat.divided or entry.unit.in_use > 0
     return ZeroParamStatus.AVAILABLE if whole else ZeroParamStatus.NOT_AVAILABLE
@@ -497,9 +504,8 @@ def local_part(param: nn.Parameter) -> Tensor:
     """Return this rank's elements, in memory. Those on NVMe, or encoded ones, are an `Elsewhere`:
     it has a shape, and computing with it raises.
     """
-    own = param.__dict__
-    held = own[LOCAL] if LOCAL in own else divided.values_of(param)
-    entry = entry_of(param)
+    inside, entry = param.__dict__.get(INSIDE), entry_of(param)
+    held = divided.values_of(param) if inside is None else inside.local
     if held is None:
         held = param if entry is None else entry.param
     with disable_torch_function():
@@ -516,8 +522,10 @@ def _persists(param: nn.Parameter) -> bool:
     return not isinstance(param, divided.DividedParameter)
 
 
-#: {attribute of torch's class of tensors: returns it for a parameter}, of what changes over time.
+#: {attribute of torch's class of tensors: returns it for a parameter}
 SHOWN: dict[str, Callable[[Any], Any]] = {
+    "ds_shape": attrgetter("shape"),
+    "ds_numel": methodcaller("numel"),
     "ds_status": status_of,
     "ds_tensor": local_part,
     "ds_persist": _persists,

@@ -23,7 +23,7 @@ from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
 from onefold.deepspeed.reader import named_in
 from onefold.deepspeed.state import write_whole
-from onefold.deepspeed.zero import DEPTH
+from onefold.deepspeed.zero import INSIDE
 from onefold.reading import StrPath
 from onefold.recipe.options import bytes_of
 from onefold.runtime.hooks import is_sharded
@@ -84,7 +84,7 @@ def load_state_dict_from_zero_checkpoint(
             get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False
         )
         return model
-    gathered = [bool(param.__dict__.get(DEPTH)) for param in model.parameters()]
+    gathered = [INSIDE in param.__dict__ for param in model.parameters()]
     if not any(gathered):
         onefold.load(_folder(checkpoint_dir, tag), model=model, strict=False)
         return model
