@@ -26,7 +26,7 @@ from onefold.checkpoint.folder import latest
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Source
 from onefold.checkpoint.together import Together
-from onefold.deepspeed.reader import DeepSpeedSource, named_in
+from onefold.deepspeed.reader import LATEST, DeepSpeedSource, named_in
 from onefold.deepspeed.state import whole_or_absent
 from onefold.pretrained.adapters import embedding_layers
 from onefold.reading import StrPath
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
 
 logger = logging.getLogger("onefold")
-_LATEST = "latest"
 _COUNTS = ("global_steps", "skipped_steps", "global_samples")
 _SCRIPT = "zero_to_fp32.py"
 _SCRIPT_TEXT = '''"""Write the whole model of a checkpoint in this folder in fp32:
@@ -210,14 +209,10 @@ def _find(
     state.
     """
     if tag is None:
-        try:
-            tag = named_in(root / _LATEST)
-        except OSError:
-            newest = latest(root)
-            if newest is None:
-                return None
-            tag = newest.name
-    folder = root / str(tag)
+        tag = named_in(root)
+    folder = latest(root) if tag is None else root / str(tag)
+    if folder is None:
+        return None
     if not folder.is_dir():
         raise CheckpointError(
             f"{root} has no checkpoint {tag!r}: give the name of a folder in it, or no tag to take"
@@ -266,6 +261,6 @@ def _check_names(source: Source, folder: Path, module: nn.Module) -> None:
 
 def _point_to(root: Path, tag: str) -> None:
     """Write `latest` and the script beside it, each by an atomic rename."""
-    for name, text in ((_SCRIPT, _SCRIPT_TEXT), (_LATEST, tag)):
+    for name, text in ((_SCRIPT, _SCRIPT_TEXT), (LATEST, tag)):
         with whole_or_absent(root / name) as aside:
             aside.write_text(text)

@@ -209,8 +209,8 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def scales_loss(self) -> bool:
-        """Whether backward passes need a scaled loss."""
-        return self.loss_scaler is not None and self.loss_scaler.is_needed()
+        """Whether backward passes need a scaled loss: not if the scale is fixed at 1."""
+        return self.dynamic_loss_scale() or self.cur_scale != 1
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count this micro-batch. At the boundary, clip, step the optimizer, clear the gradients

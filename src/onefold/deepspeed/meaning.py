@@ -28,12 +28,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from onefold.deepspeed.named import optimizer_of, schedule_of
 from onefold.deepspeed.reading import DeepSpeedConfigError, Outcome, Read, read
-from onefold.deepspeed.schema import FP16, DeepSpeedZeroConfig
+from onefold.deepspeed.schema import FP16
+from onefold.deepspeed.utilities import get_world_size
 from onefold.recipe import COMPUTE_DTYPES, Recipe
 from onefold.recipe.options import SECTOR
 
@@ -104,7 +104,8 @@ class DeepSpeedConfig:
         found = config if isinstance(config, Read) else read(config)
         found.refuse()
         self.root, self.given, self.remarks = found.root, found.given, list[str]()
-        root, zero, fp16, bf16 = found.root, self.zero_config, found.root.fp16, found.root.bf16
+        root, fp16, bf16 = found.root, found.root.fp16, found.root.bf16
+        zero = self.zero_config = root.zero_optimization
         if fp16.enabled and bf16.enabled:
             raise DeepSpeedConfigError(
                 "fp16.enabled and bf16.enabled are both true: a run computes in one of them; set"
@@ -132,21 +133,20 @@ class DeepSpeedConfig:
         self.steps_per_print = None if steps is None or math.isinf(steps) else int(steps)
         one_by_one = "overlap_comm" in zero.model_fields_set and not zero.overlap_comm
         unfetched = zero.prefetch_bucket_size == 0 or (one_by_one and zero.stage == 3)
-        self.recipe_arguments: dict[str, Any] = {
+        arguments = {
             "stage": zero.stage,
             "precision": self.precision,
             "reduce_op": root.gradient_allreduce_op,
-            **_set(
-                prefetch=0 if unfetched else None,
-                in_flight=0 if one_by_one else None,
-                cast_inputs=fp16.auto_cast if fp16.enabled else None,
-                wire=root.communication_data_type,
-                accumulate_dtype=root.data_types.grad_accum_dtype,
-            ),
+            "prefetch": 0 if unfetched else None,
+            "in_flight": 0 if one_by_one else None,
+            "cast_inputs": fp16.auto_cast if fp16.enabled else None,
+            "wire": root.communication_data_type,
+            "accumulate_dtype": root.data_types.grad_accum_dtype,
             **self._masters(),
             **self._zeropp(),
             **self._tiers(),
         }
+        self.recipe_arguments = {k: v for k, v in arguments.items() if v is not None}
         idle = dict(self._idle())
         self.outcomes = [
             replace(o, outcome="inert", why=why)
@@ -163,7 +163,7 @@ class DeepSpeedConfig:
 
     def __getattr__(self, name: str) -> Any:
         root = self.__dict__.get("root")
-        for section in () if root is None else (root, root.zero_optimization):
+        for section in () if root is None else (root, self.zero_config):
             if name in type(section).model_fields:
                 found = self.__dict__[name] = getattr(section, name)  # an engine asks in every pass
                 return found
@@ -172,24 +172,36 @@ class DeepSpeedConfig:
             " `onefold config explain FILE`, and the file itself is a dict."
         )
 
-    @property
-    def zero_config(self) -> DeepSpeedZeroConfig:
-        return self.root.zero_optimization
-
     def set_batch(self, train: int | None, micro: int | None, accumulation: int | None) -> None:
-        """Set the batch sizes; see `batch_sizes`."""
-        (
-            self.train_batch_size,
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-        ) = batch_sizes(train, micro, accumulation, self.world_size)
+        """Set the batch sizes, those that are None from the others: train = micro x accumulation x ranks.
+
+        With only `train` or only `micro` given, accumulation is 1, as in DeepSpeed.
+
+        Raises:
+            DeepSpeedConfigError: they contradict each other, or none is given.
+        """
+        ranks = self.world_size
+        if train is None and micro is None:
+            raise DeepSpeedConfigError(
+                "the configuration has no batch size: set train_micro_batch_size_per_gpu, or"
+                " train_batch_size."
+            )
+        if micro is None:
+            micro = (train or 0) // ((accumulation or 1) * ranks)
+        if accumulation is None:
+            accumulation = 1 if train is None else train // (micro * ranks) if micro else 0
+        whole = micro * accumulation * ranks
+        if not whole or train not in (None, whole):
+            raise DeepSpeedConfigError(
+                f"train_batch_size={train}, but {micro} x {accumulation} x {ranks} = {whole}:"
+                " train_batch_size must be train_micro_batch_size_per_gpu x"
+                f" gradient_accumulation_steps x {ranks} ranks; leave one of the three out."
+            )
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = whole, micro
+        self.gradient_accumulation_steps = accumulation
 
     def _configure_train_batch_size(self) -> None:
-        self.set_batch(
-            self.train_batch_size,
-            self.train_micro_batch_size_per_gpu,
-            self.gradient_accumulation_steps,
-        )
+        self.set_batch(*(getattr(self, name) for name in BATCH))
 
     # -- the arguments of Recipe.zero --------------------------------------------------------------
 
@@ -203,12 +215,11 @@ class DeepSpeedConfig:
                 f" {self.world_size} ranks."
             )
         return {
-            **({"second_copy": True, "group": size} if size > 1 else {}),
-            **_set(
-                gather_codec="int8" if zero.zero_quantized_weights else None,
-                reduce_codec="int4" if zero.zero_quantized_gradients else None,
-                frozen="int8" if zero.zero_quantized_nontrainable_weights else None,
-            ),
+            "second_copy": size > 1 or None,
+            "group": size if size > 1 else None,
+            "gather_codec": "int8" if zero.zero_quantized_weights else None,
+            "reduce_codec": "int4" if zero.zero_quantized_gradients else None,
+            "frozen": "int8" if zero.zero_quantized_nontrainable_weights else None,
         }
 
     def _tiers(self) -> dict[str, Any]:
@@ -270,8 +281,8 @@ class DeepSpeedConfig:
                     " states in the dtype of the master weights, so they are bf16 too"
                 )
         if masters is None:
-            return {"moments": "bf16"} if short else {}
-        return _set(master_dtype=masters, moments="fp32" if adam and not short else None)
+            return {"moments": "bf16" if short else None}
+        return {"master_dtype": masters, "moments": "fp32" if adam and not short else None}
 
     def _idle(self) -> Iterator[tuple[str, str]]:
         """Yield (a part of the path, why) of keys that have no effect beside the file's others."""
@@ -399,41 +410,8 @@ class DeepSpeedConfig:
         return [p for p in deciding if not p.startswith(settled)]
 
 
-def batch_sizes(
-    train: int | None, micro: int | None, accumulation: int | None, ranks: int
-) -> tuple[int, int, int]:
-    """Fill in the batch sizes that are None: train = micro x accumulation x ranks.
-
-    With only `train` or only `micro` given, accumulation is 1, as in DeepSpeed.
-
-    Raises:
-        DeepSpeedConfigError: they contradict each other, or none is given.
-    """
-    if train is None and micro is None:
-        raise DeepSpeedConfigError(
-            "the configuration has no batch size: set train_micro_batch_size_per_gpu, or"
-            " train_batch_size."
-        )
-    if micro is None:
-        micro = (train or 0) // ((accumulation or 1) * ranks)
-    if accumulation is None:
-        accumulation = 1 if train is None else train // (micro * ranks) if micro else 0
-    whole = micro * accumulation * ranks
-    if not whole or train not in (None, whole):
-        raise DeepSpeedConfigError(
-            f"train_batch_size={train}, but {micro} x {accumulation} x {ranks} = {whole}:"
-            " train_batch_size must be train_micro_batch_size_per_gpu x"
-            f" gradient_accumulation_steps x {ranks} ranks; leave one of the three out."
-        )
-    return whole, micro, accumulation
-
-
 def _written(arguments: Mapping[str, Any]) -> str:
     return f"Recipe.zero({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
-
-
-def _set(**options: Any) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
 
 
 def _dtype(path: str, name: str) -> torch.dtype:
@@ -447,9 +425,7 @@ def _dtype(path: str, name: str) -> torch.dtype:
 
 
 def world_size_of(group: Any) -> int:
-    if not (dist.is_available() and dist.is_initialized()):
-        return 1
-    return dist.get_world_size(group.get_group() if hasattr(group, "get_group") else group)
+    return get_world_size(group.get_group() if hasattr(group, "get_group") else group)
 
 
 def refuse_auto(paths: Collection[str]) -> None:

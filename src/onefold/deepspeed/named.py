@@ -222,15 +222,11 @@ def _muon_options(
     use_muon: bool, given: Mapping[str, Any], group: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the options of one half of a group: what the group sets, else what the file sets."""
-    defaults = _MUON if use_muon else _ADAM
-    found = {**defaults, **{key: given[key] for key in defaults if key in given}}
-    found["lr"] = given.get("muon_lr" if use_muon else "adam_lr", found["lr"])
-    found |= {key: group[key] for key in defaults if key in group}
+    defaults, own = (_MUON, "muon_lr") if use_muon else (_ADAM, "adam_lr")
+    given = {**given, "lr": given[own]} if own in given else given
+    found = {key: group.get(key, given.get(key, default)) for key, default in defaults.items()}
     found["use_muon"] = use_muon
     if not use_muon:
         found["decoupled_weight_decay"] = given.get("adam_w_mode", True)
-        if given.get("torch_adam", False):
-            found["foreach"] = given.get("foreach")
-        else:
-            found["fused"] = True
+        found |= {"foreach": given.get("foreach")} if given.get("torch_adam") else {"fused": True}
     return found

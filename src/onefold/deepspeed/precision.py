@@ -159,10 +159,6 @@ class LossScaler:
         optimizer.loss_scaler, optimizer.overflow = self, False
         optimizer.dynamic_loss_scale = self.dynamic
 
-    def is_needed(self) -> bool:
-        """Whether a loss has to be scaled: not if the scale is fixed at 1."""
-        return self.dynamic or self.scale != 1
-
     def update(self, overflow: bool) -> None:
         """Update the scale after one optimizer step.
 

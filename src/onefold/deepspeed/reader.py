@@ -50,6 +50,7 @@ _FILE = re.compile(
     r"^(?:bf16_|fp16_)?(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<other>\d+)_?"
     r"(?P<kind>model|optim)_states\.pt$"
 )
+LATEST = "latest"
 #: What a folder may hold that cannot be read, by names of files.
 _OTHER_KINDS = {
     r"^(layer_\d+_)?expert_\d+_": "experts divided over ranks (DeepSpeed's MoE)",
@@ -82,9 +83,10 @@ def recognizes(path: Path | str) -> bool:
         return False
 
 
-def named_in(latest: Path) -> str:
-    """Return the tag that a file `latest` names. Raises: OSError."""
-    return read_bytes(latest, 1 << 16).decode(errors="replace").strip()
+def named_in(folder: Path) -> str | None:
+    """Return the tag that the file `latest` in a folder names; None if there is no such file."""
+    path = folder / LATEST
+    return read_bytes(path, 1 << 16).decode(errors="replace").strip() if path.is_file() else None
 
 
 def _is_tag(folder: Path) -> bool:
@@ -105,7 +107,7 @@ def _chosen(path: Path, tag: str | None) -> Path:
         return path
     who = f"the tag {tag!r} was given"
     if tag is None:
-        tag = named_in(path / "latest") if (path / "latest").is_file() else ""
+        tag = named_in(path) or ""
         who = f"its file 'latest' names {tag!r}"
     if tag not in (tags := _tags(path)):
         raise CheckpointError(

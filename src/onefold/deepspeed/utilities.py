@@ -10,13 +10,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import is_initialized
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 from onefold.deepspeed.serving import VERSION as __version__
 from onefold.device import (
@@ -200,11 +201,7 @@ class RepeatingLoader:
 
 def move_to_device(item: Any, device: Any, criterion_func: Any = lambda _: True) -> Any:
     """Move the tensors in containers to a device, but those for which `criterion_func` is false."""
-
-    def moved(x: Any) -> Any:
-        return x.to(device) if isinstance(x, Tensor) and criterion_func(x) else x
-
-    return tree_map(moved, item)
+    return tree_map_only(Tensor, lambda x: x.to(device) if criterion_func(x) else x, item)
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
@@ -212,16 +209,7 @@ def clone_tensors_for_torch_save(item: Any, device: Any = "cpu") -> Any:
 
     A tensor that occurs twice (tied weights) is copied once, so that it stays tied.
     """
-    copies: dict[int, Tensor] = {}
-
-    def copied(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
-        if id(x) not in copies:
-            copies[id(x)] = x.detach().clone().to(device)
-        return copies[id(x)]
-
-    return tree_map(copied, item)
+    return tree_map_only(Tensor, cache(lambda x: x.detach().clone().to(device)), item)
 
 
 def log_dist(message: str, ranks: Any = None, level: int = logging.INFO) -> None:

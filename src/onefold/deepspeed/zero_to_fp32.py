@@ -14,7 +14,6 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 import onefold
@@ -33,7 +32,6 @@ __all__ = [
     "get_fp32_state_dict_from_zero_checkpoint",
     "load_state_dict_from_zero_checkpoint",
 ]
-_LATEST = "latest"
 #: An output with one of these suffixes is a file; any other is a folder.
 _FILES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 
@@ -175,8 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 def _folder(folder: StrPath, tag: str | None) -> Path:
     path = Path(folder)
-    if tag is None and (path / _LATEST).is_file():
-        tag = named_in(path / _LATEST)
+    tag = named_in(path) if tag is None else tag
     return path if tag is None else path / tag
 
 
@@ -196,10 +193,7 @@ def _state(source: Source, tensors: Mapping[Item, list[str]]) -> dict[str, Tenso
     """Read tensors in fp32. Tied names share one."""
     out: dict[str, Tensor] = {}
     for item, names in tensors.items():
-        shape = source.stored(item).shape
-        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
-        source.read(item, 0, whole.numel(), whole.view(-1))
-        out |= dict.fromkeys(names, whole)
+        out |= dict.fromkeys(names, source.whole(item).float())
     return out
 
 
