@@ -237,6 +237,7 @@ def _overwrite(param: nn.Parameter, what: str, value: Tensor) -> None:
             raise ValueError(
                 f"{mine.numel()} elements were given, expected the {held.numel()} that this rank has."
             )
+        x, y = (0, 0) if entry is None else entry.owned()
         if entry is None or (what == _GRADIENT and not on_disk):
             held.copy_(mine.view(held.shape))
         elif on_disk:
@@ -244,8 +245,8 @@ def _overwrite(param: nn.Parameter, what: str, value: Tensor) -> None:
         elif what == _MASTERS:
             engine.wait_before_write(entry.flat)
             parts, (item,) = MasterParts(), master_items([entry])
-            parts.write(item, *entry.owned(), mine)
+            parts.write(item, x, y, mine)
             parts.finish()
             engine.make_stale()
         else:
-            OptimizerParts(_with_state(param, what)).store(entry, what, *entry.owned(), mine)
+            OptimizerParts(_with_state(param, what)).store(entry, what, x, y, mine)
