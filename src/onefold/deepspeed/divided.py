@@ -128,19 +128,11 @@ class DividedParameter(_Divided, nn.Parameter):
         return f"Parameter of shape {tuple(self.shape)}, divided under deepspeed.zero.Init"
 
 
-class Intervals:
-    """The keeper of divided parameters (see runtime/state/start.py).
-
-    `onefold.shard` calls `give_up` just before it lays a unit out.
-    """
-
-    def give_up(self, params: Sequence[nn.Parameter]) -> None:
-        gather(params)
-        for param in params:
-            del param.__dict__[KEEPER], param.__dict__[EARLY]
-
-
-_KEPT = Intervals()
+def _give_up(params: Sequence[nn.Parameter]) -> None:
+    """Be the keeper of divided parameters: see `KEEPER`."""
+    gather(params)
+    for param in params:
+        del param.__dict__[KEEPER], param.__dict__[EARLY]
 
 
 def gather(params: Sequence[nn.Parameter]) -> None:
@@ -174,7 +166,7 @@ def note(param: nn.Parameter, stays: bool = False) -> None:
     """Number a parameter. All ranks make them in the same order. `stays`: it must not be divided."""
     own = param.__dict__
     own.setdefault("ds_id", next(numbers))
-    own[EARLY], own[KEEPER] = Early(stays=stays), _KEPT
+    own[EARLY], own[KEEPER] = Early(stays=stays), _give_up
 
 
 def can_divide(param: nn.Parameter) -> bool:

@@ -7,7 +7,7 @@ import fnmatch
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -333,36 +333,22 @@ def _initializer(
     return partial(how, module) if how is not None else None
 
 
-# -- values that another object keeps --------------------------------------------------------------
-#
-# The keeper of a parameter's values is an attribute of the parameter, named by `KEEPER`. `shard` asks
-# it for a unit's values just before it lays out the unit, so no rank holds more than one unit of them.
+# -- values that other code keeps --------------------------------------------------------------------
 
 
-#: The attribute of a parameter that refers to its keeper.
+#: The attribute of a parameter whose values other code keeps: a function that makes a list of such
+#: parameters whole on every rank, with rank 0's values, and forgets them. Collective.
 KEEPER = "_onefold_keeper"
 
 
-class Keeper(Protocol):
-    """An object that keeps the values of parameters which no engine has laid out yet."""
-
-    def give_up(self, params: Sequence[nn.Parameter]) -> None:
-        """Make the parameters whole on every rank, with rank 0's values, and forget them.
-        Collective.
-        """
-
-
 def fetch(params: Iterable[nn.Parameter]) -> None:
-    """Make those parameters whole that have a keeper; the others stay as they are. Collective if
-    any has one.
+    """Make those parameters whole that have a keeper (the same one); the others stay as they are.
+    Collective if any has one. `shard` calls it just before it lays out a unit, so no rank holds more
+    than one unit of them.
     """
-    kept: dict[int, tuple[Keeper, list[nn.Parameter]]] = {}
-    for param in params:
-        keeper = param.__dict__.get(KEEPER)
-        if keeper is not None:
-            kept.setdefault(id(keeper), (keeper, []))[1].append(param)
-    for keeper, held in kept.values():
-        keeper.give_up(held)
+    kept = [param for param in params if KEEPER in param.__dict__]
+    if kept:
+        kept[0].__dict__[KEEPER](kept)
 
 
 # -- keep gathered ---------------------------------------------------------------------------------
