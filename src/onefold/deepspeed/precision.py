@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch import nn
 
-import onefold
 from onefold.deepspeed.schema import FP16
 from onefold.optim.clip import in_memory
 
@@ -204,7 +203,7 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
     Gradients on NVMe are multiplied when they are next read.
     """
     with torch.no_grad():
-        here, on_disk = in_memory([onefold.engine_of(module)], module.parameters())
+        here, on_disk = in_memory(module.parameters())
         for gradients in here.values():
             torch._foreach_mul_(gradients, factor)
         for storage in on_disk:

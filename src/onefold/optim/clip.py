@@ -17,7 +17,7 @@ from onefold.recipe.rows import FLAT
 from onefold.runtime.agree import in_words
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
-from onefold.runtime.parameters.interval import dispatches
+from onefold.runtime.parameters.interval import dispatches, entry_of
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.stepper import is_known, supports_scaling
 from onefold.runtime.storage import Storage
@@ -81,7 +81,7 @@ def clip_grad_norm_(
         if limit == math.inf:  # the factor is 1: no need to read the norm
             return total.to(torch.float32)
         scale = (limit / (total + 1e-6)).clamp(max=1.0).to(torch.float32)
-        grads, on_disk = in_memory(engines, (e.param for one in engines for e in one.entries))
+        grads, on_disk = in_memory(e.param for engine in engines for e in engine.entries)
         host = grads.pop(torch.device("cpu"), [])
         for here in grads.values():
             torch._foreach_mul_(here, scale)
@@ -99,26 +99,20 @@ def clip_grad_norm_(
 
 
 def in_memory(
-    engines: Sequence[Engine], params: Iterable[torch.Tensor]
+    params: Iterable[torch.Tensor],
 ) -> tuple[dict[torch.device, list[torch.Tensor]], list[Storage]]:
     """Return the gradients in memory, by device, and the storages of those on NVMe."""
-    on_disk = {
-        id(e.param): f.storage
-        for engine in engines
-        for f in engine.offloaded_flats
-        if f.storage.gradients_on_disk
-        for e in f.entries
-    }
     here: dict[torch.device, list[torch.Tensor]] = {}
-    storages: dict[int, Storage] = {}
+    storages: dict[Storage, None] = {}
     for param in params:
         if (grad := param.grad) is None:
             continue
-        if (storage := on_disk.get(id(param))) is not None:
-            storages[id(storage)] = storage
+        entry = entry_of(param)
+        if entry is not None and entry.flat.storage.gradients_on_disk:
+            storages[entry.flat.storage] = None
         else:
             here.setdefault(grad.device, []).append(grad)
-    return here, list(storages.values())
+    return here, list(storages)
 
 
 def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tensor:
@@ -126,27 +120,22 @@ def _total_norm(engines: Sequence[Engine], group: Group, p: float) -> torch.Tens
     rank. Each rank measures the parts of all gradients that it accounts for.
     """
     device = engines[0].device
-    each: list[torch.Tensor] = []
-    places: list[int] = []  # of gradients in `each`
-    for entry in (entry for engine in engines for entry in engine.entries):
-        if (grad := entry.param.grad) is None:
-            continue
-        (a, b), flat = entry.accounted(), entry.flat
-        if a == b:
+    norms, grads = dict[int, torch.Tensor](), dict[int, torch.Tensor]()  # by the entry's place
+    for at, entry in enumerate(entry for engine in engines for entry in engine.entries):
+        (a, b), flat, grad = entry.accounted(), entry.flat, entry.param.grad
+        if grad is None or a == b:
             continue
         if flat.storage.measures_gradients:  # on NVMe, or off a device with streams
-            each.append(flat.storage.gradient_norm(entry, p))
+            norms[at] = flat.storage.gradient_norm(entry, p)
             continue
         # Other ranks hold it too: each accounts for one part
         if flat.shared:
             first, _ = entry.owned()
             grad = grad.reshape(-1)[a - first : b - first]
-        places.append(len(each))
-        each.append(grad)
-    if places:
-        norms = torch._foreach_norm([each[place] for place in places], p)
-        for place, norm in zip(places, norms, strict=True):
-            each[place] = norm
+        grads[at] = grad
+    if grads:
+        norms.update(zip(grads, torch._foreach_norm([*grads.values()], p), strict=True))
+    each = [norms[at] for at in sorted(norms)]
     each = each or [torch.zeros((), dtype=torch.float64, device=device)]
     if len({(n.dtype, n.device) for n in each}) > 1:  # else one cast serves all
         each = [n.to(device, torch.float64) for n in each]
@@ -242,9 +231,8 @@ class GradScaler(torch.amp.GradScaler):
                 " all stages of this rank, in groups if they have different options."
             )
         with disable_torch_function(), torch.no_grad():
-            grads, on_disk = in_memory(
-                self._engines, (p for group in optimizer.param_groups for p in group["params"])
-            )
+            params = (p for group in optimizer.param_groups for p in group["params"])
+            grads, on_disk = in_memory(params)
             found = torch.zeros((), dtype=torch.float32, device=engine.device)
             for device, some in grads.items():
                 here = torch.zeros((), dtype=torch.float32, device=device)
