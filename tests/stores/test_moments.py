@@ -10,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from onefold.quant.bf16_rounding import key_of, to_bf16
 from onefold.quant.moment_packing import decode, encode, values_of
@@ -19,15 +18,6 @@ from zoo import features_of
 
 #: How far a packed value may be off, as a share of its block's largest.
 STEPS = {"int8": 0.015, "int4": 0.17}
-
-
-def packed(name: str, x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """(codes, scales)"""
-    format = FORMATS[name]
-    codes = torch.empty(-(-x.numel() // format.grain), dtype=format.dtype)
-    scales = torch.empty(-(-x.numel() // format.block))
-    encode(format, x, signed, codes, scales)
-    return codes, scales
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -49,7 +39,7 @@ def test_a_packed_moment_is_the_nearest_value_of_its_map(name: str, signed: bool
     rows = torch.nn.functional.pad(values, (0, -len(values) % (format.block - 1)))
     rows = rows.view(-1, format.block - 1)
     source = torch.cat([rows, torch.ones(len(rows), 1)], 1).flatten()
-    back = decode(format, *packed(name, source, signed), source.numel(), signed)
+    back = decode(format, *encode(FORMATS[name], source, signed), source.numel(), signed)
     source, back, levels = source.double(), back.double(), levels.double()
     off = (source[:, None] - levels).abs().amin(1)
     # In the middle between two values the borders are rounded to fp32
@@ -60,7 +50,7 @@ def test_what_is_no_number_makes_its_block_none_and_no_other() -> None:
     for name in STEPS:
         x = features_of(0, 3 * FORMATS[name].block)
         x[FORMATS[name].block] = math.nan
-        back = decode(FORMATS[name], *packed(name, x, True), x.numel(), True)
+        back = decode(FORMATS[name], *encode(FORMATS[name], x, True), x.numel(), True)
         wrong = back.isnan().view(3, -1)
         assert wrong[1].all() and not wrong[0].any() and not wrong[2].any()
 
@@ -72,11 +62,11 @@ def test_a_moment_of_any_length_is_near_and_is_packed_again_without_a_loss(
     """A checkpoint holds values; who loads it packs them again."""
     x = features_of(numel, 1024)[:numel] * 1e-3
     x = (x if signed else x.abs()) * (not zeros)
-    codes, scales = packed(name, x, signed)
+    codes, scales = encode(FORMATS[name], x, signed)
     back = decode(FORMATS[name], codes, scales, numel, signed)
     assert codes.nbytes + scales.nbytes == FORMATS[name].nbytes(numel)
     assert (back - x).abs().max() <= STEPS[name] * x.abs().max() + 1e-12
-    again = packed(name, back, signed)
+    again = encode(FORMATS[name], back, signed)
     assert torch.equal(again[0], codes) and torch.equal(again[1], scales)
 
 

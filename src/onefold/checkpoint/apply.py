@@ -26,7 +26,7 @@ from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.values import fits
 from onefold.comm import Group
-from onefold.optim.faced_states import policy_of
+from onefold.optim.faced_states import policy_of, stored_as
 from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
@@ -193,7 +193,7 @@ class Filling:
             if whole is not None and not whole.mine and (like or entry.region is None):
                 continue
             if like:
-                made = parts.kinds(entry, item.state, dtype)
+                made = stored_as(optimizer, entry, item.state, dtype)
                 for key, kind in made.items():
                     state[key] = parts.create_one(entry, key, kind)
                 values = made.get(item.state, torch.float32)

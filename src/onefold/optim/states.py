@@ -36,10 +36,10 @@ from torch.optim.optimizer import Optimizer
 
 import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
-from onefold.optim.faced_states import Shape, kinds_of
+from onefold.optim.faced_states import Shape, kinds_of, policy_of, stored_as
 from onefold.optim.whole import Owned, epoch, owned_by, put_elsewhere
 from onefold.quant.moment_packing import encode
-from onefold.recipe.moments import SIGNED, grain_of, packed
+from onefold.recipe.moments import SIGNED, packed
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.interval import disable_torch_function, owner_of
@@ -109,10 +109,6 @@ class OptimizerParts(HeldParts):
         whole = self.owned(entry)
         return tuple(entry.param.shape) if whole is None else whole.matrix.shape
 
-    def policy(self, entry: Entry, key: Any = "exp_avg") -> moments.MomentPolicy | None:
-        """Return how the state `key` is stored; None: as the optimizer makes it."""
-        return faced_states.policy_of(self.optimizer, entry, key)
-
     def stored(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
         """Return elements [x, y) of the state `key`, or the items that stand for them."""
         value = self._states(entry)[key]
@@ -153,14 +149,14 @@ class OptimizerParts(HeldParts):
         with self.keeping_errors():
             master = item.entry.flat.dtypes.master
             dtype = master if master.is_floating_point else item.dtype
-            for key, kind in self.kinds(item.entry, item.key, dtype).items():
+            for key, kind in stored_as(self.optimizer, item.entry, item.key, dtype).items():
                 self.create_one(item.entry, key, kind)
 
     def create_one(self, entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Create this rank's state `key` of `entry` where the step keeps it. On ranks that do not
         own a matrix it has no elements, and is not the optimizer's.
         """
-        whole, how = self.owned(entry), self.policy(entry)
+        whole, how = self.owned(entry), policy_of(self.optimizer, entry)
         if whole is not None:
             shape, device = whole.matrix.shape if whole.mine else (0,), entry.param.device
             made = torch.zeros(shape, dtype=dtype, device=device)
@@ -183,23 +179,13 @@ class OptimizerParts(HeldParts):
         found = {name: self.stored(entry, name, x, y) for name in names}
         return moments.unpacked(found, key, y - x)
 
-    def kinds(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return {key: dtype} of what is stored for the state `key`."""
-        return faced_states.stored_as(self.optimizer, entry, key, dtype)
-
     def _stored(self, entry: Entry, key: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return `values`, elements of the state `key` from a block's begin on, as they are stored."""
-        how = self.policy(entry, key)
-        if how is None or not how.of(entry).packed:
+        how = policy_of(self.optimizer, entry, key)
+        if how is None or not (format := how.of(entry)).packed:
             return {key: values}
         values = values.to(entry.param.device, torch.float32)
-        numel, device = values.numel(), values.device
-        new = {
-            name: torch.zeros(-(-numel // grain_of(name)), dtype=kind, device=device)
-            for name, kind in self.kinds(entry, key, values.dtype).items()
-        }
-        encode(how.of(entry), values, SIGNED[key], *new.values())
-        return new
+        return dict(zip(format.keys(key), encode(format, values, SIGNED[key]), strict=True))
 
     @contextlib.contextmanager
     def keeping_errors(self) -> Iterator[None]:
@@ -267,8 +253,7 @@ class Outline:
         entries = [param.entry for param in self.params if param.entry is not None]
         self.divided = any(e.flat.divided for e in entries)
         self.special = self.divided or any(
-            e.flat.storage.on_disk or faced_states.policy_of(optimizer, e) is not None
-            for e in entries
+            e.flat.storage.on_disk or policy_of(optimizer, e) is not None for e in entries
         )
         if len({tuple(sorted(engine.group.ranks)) for engine in self.engines}) > 1:
             raise ValueError(
@@ -419,7 +404,7 @@ def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) ->
             if (part := packed(key)) is not None:
                 found.setdefault(part.key, ((torch.float32, None), None))
             elif kind == "elements":
-                how, dtype = parts.policy(entry, key), value.dtype
+                how, dtype = policy_of(optimizer, entry, key), value.dtype
                 if how is not None:
                     dtype = torch.promote_types(dtype, entry.flat.dtypes.master)
                 found[key] = (dtype, None), None

@@ -61,16 +61,14 @@ def decode(
     return out[:numel]
 
 
-def encode(
-    format: Format, values: torch.Tensor, signed: bool, codes: torch.Tensor, scales: torch.Tensor
-) -> None:
-    """Pack fp32 `values`, [n], which start at a block, into `codes` and `scales`."""
+def encode(format: Format, values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the codes and scales of fp32 `values`, [n], which start at a block."""
     # The last block of a parameter may be shorter; zeros do not change its scale
     rows = torch.nn.functional.pad(values, (0, -values.numel() % format.block))
     rows = rows.view(-1, format.block)
-    scales.copy_(rows.abs().amax(1)).clamp_(min=1e-12)
+    scales = rows.abs().amax(1).clamp_(min=1e-12)
     _, *tables = _tables(8 // format.grain, signed, values.device)
-    found = nearest((rows / scales[:, None]).view(-1), *tables)
+    codes = nearest((rows / scales[:, None]).view(-1), *tables)
     if format.grain == 2:
-        found = (found[::2] << 4) | found[1::2]
-    codes.copy_(found[: codes.numel()])
+        codes = (codes[::2] << 4) | codes[1::2]
+    return codes[: -(-values.numel() // format.grain)], scales

@@ -251,8 +251,8 @@ def _put_back(how: MomentPolicy | None, piece: Piece, part: Part) -> dict[str, A
 
 
 def _pack(format: Format, key: str, value: torch.Tensor, stored: dict[str, torch.Tensor]) -> None:
-    codes, scales = (stored[name] for name in format.keys(key))
-    encode(format, value, SIGNED[key], codes, scales)
+    for name, new in zip(format.keys(key), encode(format, value, SIGNED[key]), strict=True):
+        stored[name].copy_(new)
 
 
 def _round(
