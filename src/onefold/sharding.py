@@ -43,7 +43,7 @@ from onefold.runtime.state.checks import (
     with_replicas,
 )
 from onefold.runtime.state.start import fetch, lay_out, materialize, modules_of, notes
-from onefold.runtime.stepper import Steppers
+from onefold.runtime.stepper import Stepper
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import find_units
 
@@ -283,10 +283,12 @@ class Capabilities:
         made: Hop = by[flat.spec.added_by(hop)](flat, at, engine)
         return made
 
-    def steppers(self, engine: Engine) -> Steppers:
-        """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py."""
+    def steppers(self, engine: Engine) -> list[Stepper]:
+        """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py. The
+        last may step in the backward pass too.
+        """
         # The first takes no shards on disks, and those on the host before the stepper of all others there
-        return Steppers([WholeStep(engine), ApartStepper(engine)])
+        return [WholeStep(engine), ApartStepper(engine)]
 
     def activations(self, engine: Engine) -> Activations:
         if engine.recipe.offload_activations is None:

@@ -65,7 +65,6 @@ from onefold.runtime.stepper import (
     only,
     own_numbers,
     raw_step,
-    refuse_cut,
 )
 
 #: AHEAD: chunks being read beyond the chunk that is stepped. BEHIND: chunks that may still be
@@ -349,13 +348,9 @@ class ApartStepper(Stepper):
     def accepts(
         self, optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]
     ) -> bool:
-        how = moments.moment_policy(
-            optimizer, self.engine.recipe, flat
-        )  # refuses formats that disagree
-        if how is None and not flat.storage.offloaded:
-            return False
-        refuse_cut(optimizer, flat, verdict)
-        return True
+        # It refuses formats that disagree
+        how = moments.moment_policy(optimizer, self.engine.recipe, flat)
+        return how is not None or flat.storage.offloaded
 
     def step(self, optimizer: Optimizer, entries: Sequence[Entry]) -> None:
         """See `Stepper`.

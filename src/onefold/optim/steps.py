@@ -35,6 +35,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+import zlib
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
@@ -46,10 +47,11 @@ from torch.optim.optimizer import Optimizer
 from onefold.optim import faced_states, states
 from onefold.optim.verdict import verdict_for
 from onefold.optim.whole import epoch
+from onefold.recipe.optimizers import ELEMENTWISE, WHOLE
 from onefold.runtime.agree import of_step
 from onefold.runtime.differentiate import here, in_autograd, keep_from_compiler
 from onefold.runtime.engine import Engine
-from onefold.runtime.flat import Entry
+from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import (
     ShardedParameter,
     bare,
@@ -58,13 +60,17 @@ from onefold.runtime.parameters.parameter import (
 )
 from onefold.runtime.parameters.values import count_step, drop_waiting
 from onefold.runtime.stepper import (
+    Choice,
     Stepper,
     TouchesReal,
     choose_implementation,
+    groups_now,
+    groups_of,
     held_inside,
+    is_cut,
     note,
     raw,
-    refuse_cut_inside,
+    refuse_unless,
     undo,
 )
 
@@ -240,16 +246,17 @@ def _begin(
         note(states.show_states, optimizer)
         faced_states.hide(optimizer)
         found = _entries_of(optimizer)
-        apart = _choose(optimizer, found)
+        chosen = _choose(optimizer, found)
+    apart = [each for choice in chosen.values() for each in choice.apart.items()]
     if any(entries for _, entries in apart):
         _refuse_arguments(optimizer, args, kwargs)
     params = [e.param for entries in found.values() for e in entries]
     args, kwargs = _with_closure(params, args, kwargs, first=bool(apart))
     with disable_torch_function():
-        for engine in found:
+        for engine, choice in chosen.items():
             engine.optimizer_is_stepping()
-            members = engine.stepper.members(optimizer)
-            engine.note_update(f"{type(optimizer).__name__}.step()", of_step(optimizer, members))
+            said = of_step(optimizer, choice.members)
+            engine.note_update(f"{type(optimizer).__name__}.step()", said)
         note(_written, found, elsewhere)
         with torch.no_grad():
             for stepper, entries in apart:
@@ -281,19 +288,50 @@ def _entries_of(optimizer: Optimizer) -> dict[Engine, list[Entry]]:
     return found
 
 
-def _choose(
-    optimizer: Optimizer, found: dict[Engine, list[Entry]]
-) -> list[tuple[Stepper, list[Entry]]]:
-    """Return what is stepped before the optimizer's own step, and by whom."""
-    inside = held_inside(optimizer)  # their own steps come here too
-    apart: list[tuple[Stepper, list[Entry]]] = []
+def _choose(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engine, Choice]:
+    """Return who steps the parameters, by engine. See [Note: which stepper].
+
+    Raises:
+        ValueError: the stepper of some of the shards cannot take the optimizer, or a group.
+    """
+    inside, group_of = held_inside(optimizer), groups_of(optimizer)
+    groups, out = groups_now(optimizer), dict[Engine, Choice]()
     for engine, entries in found.items():
-        verdict = verdict_for(engine.recipe)
-        held = [entry for entry in entries if id(entry.param) in inside]
-        refuse_cut_inside(optimizer, held, partial(verdict, optimizer))
-        own = [entry for entry in entries if id(entry.param) not in inside]
-        apart += engine.stepper.choose(optimizer, own, verdict).items()
-    return apart
+        verdict = partial(verdict_for(engine.recipe), optimizer)
+        # Their own steps come here too
+        held = (e for e in entries if id(e.param) in inside and is_cut(e.flat))
+        for group in {group_of[id(e.param)] for e in held}:
+            refuse_unless(optimizer, verdict(group), ELEMENTWISE, WHOLE)
+        asked = groups, [entry for entry in entries if id(entry.param) not in inside]
+        last = engine.choices.get(optimizer)
+        if last is None or last.asked != asked:
+            last = engine.choices[optimizer] = _asked(optimizer, engine, asked, verdict, group_of)
+        out[engine] = last
+    return out
+
+
+def _asked(
+    optimizer: Optimizer, engine: Engine, asked: Any, verdict: Any, group_of: dict[int, int]
+) -> Choice:
+    """Ask who steps the shards."""
+    together: dict[tuple[int, Flat], list[Entry]] = {}
+    for entry in asked[1]:
+        together.setdefault((group_of[id(entry.param)], entry.flat), []).append(entry)
+    apart: dict[Stepper, list[Entry]] = {stepper: [] for stepper in engine.steppers}
+    members: dict[int, list[int]] = {}
+    for (group, flat), some in together.items():
+        of_group = partial(verdict, group)
+        stepper = next((s for s in apart if s.accepts(optimizer, flat, of_group)), None)
+        if is_cut(flat) and not (stepper is not None and stepper.whole):
+            refuse_unless(optimizer, of_group(), ELEMENTWISE)
+        if stepper is not None:
+            apart[stepper] += some
+        members.setdefault(group, []).extend(entry.number for entry in some)
+    said = {  # in any order: code may make a group of a set of names
+        group: f"{len(some)} parameters (checksum {zlib.crc32(repr(sorted(some)).encode()):08x})"
+        for group, some in sorted(members.items())
+    }
+    return Choice(asked, {s: some for s, some in apart.items() if some or s.collective}, said)
 
 
 def _refuse_arguments(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

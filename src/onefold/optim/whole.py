@@ -254,6 +254,8 @@ def put_elsewhere(optimizer: Optimizer, stepped: Iterable[Owned] = ()) -> None:
 class WholeStep(Stepper):
     """Steps matrices on their owners. See this module."""
 
+    whole = True
+
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 

@@ -41,7 +41,7 @@ from onefold.runtime.parameters.values import IN_BACKWARD, count_writes, given_o
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.passes import Graph, Passes
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.stepper import Steppers
+from onefold.runtime.stepper import Choice, Stepper
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.units import UnitSpec, offloaded_units
 
@@ -152,7 +152,7 @@ class Engine:
         closed: the engine has let go of everything.
     """
 
-    stepper: Steppers
+    early: Stepper
     gather: Gatherer
     reduce: Reducer
     passes: Passes
@@ -224,7 +224,9 @@ class Engine:
         self.settle: Callable[[], None] | None = None
 
         # In this order: each takes what it needs of those before
-        self.stepper = capabilities.steppers(self)
+        self.steppers = capabilities.steppers(self)
+        self.early = self.steppers[-1]
+        self.choices: weakref.WeakKeyDictionary[Any, Choice] = weakref.WeakKeyDictionary()
         self.gather = Gatherer(self)
         self.activations: Activations = capabilities.activations(self)
         self.reduce = Reducer(self)
@@ -261,8 +263,7 @@ class Engine:
         self.closed = True
         if self.settle is not None:
             self.settle()
-        for stepper in self.stepper.apart:
-            stepper.close()
+        self.early.close()
         for group in filter(None, (self.across, self.group)):
             group.close()
         self.transfers.close()
@@ -277,7 +278,8 @@ class Engine:
         for ledger in self.transfers.ledgers.values():
             ledger.probes.clear()
         self.activations.close()
-        del self.gather, self.reduce, self.stepper, self.passes, self.buffers, self.uninitialized
+        del self.gather, self.reduce, self.steppers, self.early, self.choices
+        del self.passes, self.buffers, self.uninitialized
 
     @property
     def offloaded_flats(self) -> list[Flat]:

@@ -414,7 +414,7 @@ class Passes:
                 flat.bumps += flat.travels
 
     def _finish(self, reduced: bool) -> None:
-        self.engine.stepper.early.join()
+        self.engine.early.join()
         self._let_go()
         self.engine.transfers.gradients_are_down()
         self.engine.wait_if_given_out()

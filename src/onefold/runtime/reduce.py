@@ -101,7 +101,7 @@ class Reducer:
 
     def __init__(self, engine: Engine) -> None:
         self.units, self.gather = engine.units, engine.gather
-        self.stepper = engine.stepper
+        self.early = engine.early
         self.engine, self.group, self.memory = engine, engine.group, engine.memory
         self.pool, self._ledgers = engine.pool, engine.transfers.ledgers
         self.aside = ASIDE_WITH_STREAMS if has_streams(self.pool.device) else ASIDE
@@ -335,7 +335,7 @@ class Reducer:
         it, as autograd does.
         """
         flat, storage, total = r.flat, r.flat.storage, r.total
-        ledger, early = self._ledgers[storage.gradient_tier], self.stepper.early
+        ledger, early = self._ledgers[storage.gradient_tier], self.early
         meant = [e for e in flat.entries if e in used]
         for entry in meant:
             entry.graded_elsewhere |= entry.elsewhere
@@ -407,7 +407,7 @@ class Reducer:
         a shared module brings such gradients.)
         """
         for unit in late:
-            if self.stepper.early.has_stepped(unit):
+            if self.early.has_stepped(unit):
                 raise RuntimeError(
                     f"a gradient of {unit.name!r} came after the unit was stepped"
                     " in the backward pass: this model uses it in more than one part of the"

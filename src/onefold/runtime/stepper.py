@@ -12,7 +12,7 @@
 The user's step leaves out what was stepped "before the rest": such parameters are in no group, and
 have no `.grad`, while it runs (optim/steps.py).
 
-[Note: which stepper] Before each step, `Steppers.choose` asks the steppers of the engine in their
+[Note: which stepper] Before each step (optim/steps.py) the steppers of the engine are asked in their
 order, for each flat buffer and each parameter group with some of its parameters:
 
     is this shard yours?   no ─► the next one is asked; if there is none, the optimizer's own step follows
@@ -28,8 +28,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -39,7 +37,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, Update
+from onefold.recipe.optimizers import ELEMENTWISE, Update
 from onefold.runtime.parameters.parameter import bare, face
 
 if TYPE_CHECKING:
@@ -63,8 +61,8 @@ class Stepper:
     #: Whether `step` is called in every step, also without entries, because the ranks exchange
     #: something in it.
     collective = False
-    #: Whether it steps in the backward pass too.
-    in_backward = False
+    #: Whether it steps whole parameters; else each element by itself.
+    whole = False
 
     # -- at optimizer.step() -----------------------------------------------------------------------
 
@@ -79,8 +77,7 @@ class Stepper:
                 take a trial.
 
         Raises:
-            ValueError: the shard is this stepper's, and it cannot take the optimizer, or such a
-                group.
+            ValueError: the shard is this stepper's, and it cannot take the optimizer.
         """
         return False
 
@@ -92,7 +89,7 @@ class Stepper:
             TierError: on every rank, if a disk failed on one.
         """
 
-    # -- in the backward pass, if `in_backward` ----------------------------------------------------
+    # -- in the backward pass, asked of the engine's last ------------------------------------------
 
     def takes(self, flat: Flat, which: list[Entry]) -> bool:
         """Whether `flat` is stepped as soon as the gradients of the entries `which` are there."""
@@ -115,78 +112,19 @@ class Stepper:
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """What `Steppers.choose` has returned for these entries, in groups with these parameters (ids) and
-    switches.
-
-    `members`: what tells which of the entries each group has, the same on all ranks.
-    """
-
-    groups: list[Any]
-    entries: list[Entry]
-    chosen: dict[Stepper, list[Entry]]
-    members: dict[int, str]
-
-
-class Steppers:
-    """The steppers of one engine, in the order in which they are asked. See [Note: which stepper].
+class Choice:
+    """Who steps the parameters of an optimizer, in one engine.
 
     Attributes:
-        apart: what steps before the user's optimizer steps the rest by itself.
-        early: the one that steps in the backward pass too; if there is none, one that takes nothing.
+        asked: the parameters (ids) and switches of all groups, and the entries, that it is for.
+        apart: what is stepped before the optimizer's own step, by stepper, in the order of the steps.
+            The optimizer's own step steps the rest.
+        members: what tells which of the entries each group has, the same on all ranks.
     """
 
-    def __init__(self, apart: Iterable[Stepper]) -> None:
-        self.apart = tuple(apart)
-        self.early = next((s for s in self.apart if s.in_backward), Stepper())
-        # What the last step of an optimizer asked, and the answer
-        self._chosen: weakref.WeakKeyDictionary[Optimizer, _Choice] = weakref.WeakKeyDictionary()
-
-    def choose(
-        self,
-        optimizer: Optimizer,
-        entries: list[Entry],
-        verdict_of: Callable[[Optimizer, int], GroupVerdict],
-    ) -> dict[Stepper, list[Entry]]:
-        """Return what is stepped before the optimizer's own step, by stepper, in the order of the
-        steps. The optimizer's own step steps the rest.
-
-        Args:
-            entries: of this engine, all in groups of the optimizer.
-            verdict_of: the verdict of an optimizer's group, by its number.
-
-        Raises:
-            ValueError: the stepper of some of the shards cannot take the optimizer, or a group.
-        """
-        groups = groups_now(optimizer)
-        last = self._chosen.get(optimizer)
-        if last is not None and last.groups == groups and last.entries == entries:
-            return last.chosen
-        group_of = groups_of(optimizer)
-        asked: dict[tuple[Flat, int], list[Entry]] = {}
-        for entry in entries:
-            asked.setdefault((entry.flat, group_of[id(entry.param)]), []).append(entry)
-        chosen: dict[Stepper, list[Entry]] = {s: [] for s in self.apart}
-        members: dict[int, list[int]] = {}
-        for (flat, group), some in asked.items():
-            verdict = partial(verdict_of, optimizer, group)
-            stepper = next((s for s in self.apart if s.accepts(optimizer, flat, verdict)), None)
-            if stepper is None:  # it steps this rank's intervals by itself
-                refuse_cut(optimizer, flat, verdict)
-            else:
-                chosen[stepper] += some
-            members.setdefault(group, []).extend(entry.number for entry in some)
-        chosen = {s: some for s, some in chosen.items() if some or s.collective}
-        said = {  # in any order: code may make a group of a set of names
-            group: f"{len(some)} parameters (checksum {zlib.crc32(repr(sorted(some)).encode()):08x})"
-            for group, some in sorted(members.items())
-        }
-        self._chosen[optimizer] = _Choice(groups, entries, chosen, said)
-        return chosen
-
-    def members(self, optimizer: Optimizer) -> dict[int, str]:
-        """Return what tells which parameters each group had in the last `choose`."""
-        return self._chosen[optimizer].members
+    asked: tuple[list[Any], list[Entry]]
+    apart: dict[Stepper, list[Entry]]
+    members: dict[int, str]
 
 
 def is_cut(flat: Flat) -> bool:
@@ -194,35 +132,16 @@ def is_cut(flat: Flat) -> bool:
     return flat.divided or flat.storage.offloaded
 
 
-def refuse_cut(optimizer: Optimizer, flat: Flat, verdict: Callable[[], GroupVerdict]) -> None:
-    """Raise ValueError if the optimizer sees parts of the parameters, and its update of an element
-    depends on others.
-    """
-    if is_cut(flat) and verdict().update != ELEMENTWISE:
-        raise not_elementwise(optimizer, verdict())
-
-
-def refuse_cut_inside(
-    optimizer: Optimizer, entries: Iterable[Entry], verdict_of: Callable[[int], GroupVerdict]
-) -> None:
-    """Raise ValueError if the optimizer, whose optimizers inside step `entries`, looks at more than
-    whole parameters itself. `verdict_of`: the verdict of its group of a number.
-    """
-    group_of = groups_of(optimizer)
-    for group in {group_of[id(e.param)] for e in entries if is_cut(e.flat)}:
-        if verdict_of(group).update == REFUSED:
-            raise not_elementwise(optimizer, verdict_of(group))
-
-
-def not_elementwise(optimizer: Optimizer, verdict: GroupVerdict) -> ValueError:
-    """Return the refusal of an optimizer that cannot step parts of parameters."""
-    return ValueError(
-        f"{type(optimizer).__name__} cannot step sharded parameters: {verdict.reason} Stages 1 to 3"
-        " and offloading serve updates that treat every element alike (SGD, Adam, AdamW, Lion, ...)"
-        " or each matrix by itself (Muon, Adafactor, LAMB, ...). Use stage 0 on the device, or one of"
-        " those; if you know the update to be element-wise, give the recipe"
-        " whole=False; if it steps each matrix by itself, whole=True."
-    )
+def refuse_unless(optimizer: Optimizer, verdict: GroupVerdict, *allowed: Update) -> None:
+    """Raise ValueError, for parameters that are cut, unless the update looks at what is `allowed`."""
+    if verdict.update not in allowed:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot step sharded parameters: {verdict.reason} Stages 1 to"
+            " 3 and offloading serve updates that treat every element alike (SGD, Adam, AdamW, Lion,"
+            " ...) or each matrix by itself (Muon, Adafactor, LAMB, ...). Use stage 0 on the device,"
+            " or one of those; if you know the update to be element-wise, give the recipe whole=False;"
+            " if it steps each matrix by itself, whole=True."
+        )
 
 
 # -- which of torch's implementations steps --------------------------------------------------------
