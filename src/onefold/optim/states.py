@@ -39,7 +39,7 @@ import onefold.quant.moments as moments
 from onefold.optim.faced_states import Shape, kinds_of, policy_of, stored_as
 from onefold.optim.whole import Owned, epoch, owned_by, put_elsewhere
 from onefold.quant.moment_packing import encode
-from onefold.recipe.moments import SIGNED, packed
+from onefold.recipe.moments import SIGNED, moment_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.interval import disable_torch_function, owner_of
@@ -175,7 +175,7 @@ class OptimizerParts(HeldParts):
         there = self._states(entry)
         if key in there:
             return self.stored(entry, key, x, y)
-        names = [n for n in there if (part := packed(n)) is not None and part.key == key]
+        names = [name for name in there if moment_of(name) == key]
         found = {name: self.stored(entry, name, x, y) for name in names}
         return moments.unpacked(found, key, y - x)
 
@@ -185,7 +185,7 @@ class OptimizerParts(HeldParts):
         if how is None or not (format := how.of(entry)).packed:
             return {key: values}
         values = values.to(entry.param.device, torch.float32)
-        return dict(zip(format.keys(key), encode(format, values, SIGNED[key]), strict=True))
+        return dict(zip(format.parts(key), encode(format, values, SIGNED[key]), strict=True))
 
     @contextlib.contextmanager
     def keeping_errors(self) -> Iterator[None]:
@@ -401,8 +401,8 @@ def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) ->
         found: dict[Any, Any] = {}
         for key, kind in kind_of.items():
             value = state[key]
-            if (part := packed(key)) is not None:
-                found.setdefault(part.key, ((torch.float32, None), None))
+            if kind == "packed":
+                found.setdefault(moment_of(key), ((torch.float32, None), None))
             elif kind == "elements":
                 how, dtype = policy_of(optimizer, entry, key), value.dtype
                 if how is not None:

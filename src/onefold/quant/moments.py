@@ -29,7 +29,7 @@ from onefold.memory import storage_of
 from onefold.quant.bf16_rounding import key_of, to_bf16
 from onefold.quant.moment_packing import decode, encode
 from onefold.recipe import Recipe
-from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, packed
+from onefold.recipe.moments import FORMATS, SIGNED, Format, grain_of, items_of, moment_of, packed
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.stepper import Part, step_parts
 
@@ -58,9 +58,7 @@ class MomentPolicy:
 
     def stored(self, entry: Entry, key: str) -> dict[str, torch.dtype]:
         """Return the parts of the moment `key` of a parameter: {key: dtype}."""
-        format = self.of(entry)
-        parts = {name: packed(name) for name in format.keys(key)}
-        return {n: part.dtype if part is not None else format.dtype for n, part in parts.items()}
+        return {name: part.dtype for name, part in self.of(entry).parts(key).items()}
 
     def parts(self, entry: Entry, group: dict[str, Any]) -> dict[str, torch.dtype]:
         """Return the parts of all moments of a parameter."""
@@ -207,7 +205,7 @@ def _part(how: MomentPolicy | None, piece: Piece) -> Part:
         if how is None:
             state |= piece.stored
         else:
-            keys = {part.key if (part := packed(key)) is not None else key for key in piece.stored}
+            keys = {moment_of(key) for key in piece.stored}
             state |= {key: unpacked(piece.stored, key, n) for key in SIGNED if key in keys}
     if how is not None:
         master, grad = master.float(), grad.float()
@@ -220,7 +218,7 @@ def _part(how: MomentPolicy | None, piece: Piece) -> Part:
 def unpacked(stored: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:
     """Return the moment `key` in fp32, [numel]; what is stored itself if that is fp32."""
     for format in FORMATS.values():
-        found = [stored.get(name) for name in format.keys(key)]
+        found = [stored.get(name) for name in format.parts(key)]
         if format.packed and found[0] is not None and found[1] is not None:
             return decode(format, found[0], found[1], numel, SIGNED[key])
     return stored[key].float()
@@ -251,7 +249,7 @@ def _put_back(how: MomentPolicy | None, piece: Piece, part: Part) -> dict[str, A
 
 
 def _pack(format: Format, key: str, value: torch.Tensor, stored: dict[str, torch.Tensor]) -> None:
-    for name, new in zip(format.keys(key), encode(format, value, SIGNED[key]), strict=True):
+    for name, new in zip(format.parts(key), encode(format, value, SIGNED[key]), strict=True):
         stored[name].copy_(new)
 
 
@@ -335,7 +333,7 @@ def adopted(
         key: torch.zeros(-(-n // grain_of(key)), dtype=dtype, device=device)
         for key, dtype in wanted.items()
     }
-    known = {part.key if (part := packed(key)) is not None else key for key in there}
+    known = {moment_of(key) for key in there}
     for key in (key for key in moments_of(group) if key in known):
         value = unpacked(there, key, n)
         if format.packed:

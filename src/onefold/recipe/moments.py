@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,6 +41,14 @@ BLOCK = 256
 SMALLEST = 4096
 #: Adam's element-wise states, and whether they have a sign.
 SIGNED: Mapping[str, bool] = {"exp_avg": True, "exp_avg_sq": False, "max_exp_avg_sq": False}
+
+
+class Packed(NamedTuple):
+    """A part of a stored moment: the moment's key, the elements that one item stands for, and its dtype."""
+
+    key: str
+    grain: int
+    dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -65,17 +73,21 @@ class Format:
 
     def nbytes(self, numel: int) -> int:
         """Return the bytes of one moment of `numel` elements that begin with a block."""
-        scales = -(-numel // self.block) * torch.float32.itemsize if self.block else 0
-        return -(-numel // self.grain) * self.dtype.itemsize + scales
+        parts = self.parts("").values()
+        return sum(-(-numel // part.grain) * part.dtype.itemsize for part in parts)
 
     @property
     def each(self) -> float:
         """Bytes of a moment of one element of a large parameter, on average."""
         return self.nbytes(1 << 20) / (1 << 20)
 
-    def keys(self, key: str) -> tuple[str, ...]:
-        """Return the keys of the parts of moment `key` in an optimizer's state."""
-        return (f"{key}.{self.name}", f"{key}.{self.name}.scale") if self.packed else (key,)
+    def parts(self, key: str) -> dict[str, Packed]:
+        """Return the parts of moment `key`, by their keys in an optimizer's state."""
+        if not self.packed:
+            return {key: Packed(key, 1, self.dtype)}
+        codes, scales = (self.grain, self.dtype), (self.block, torch.float32)
+        name = f"{key}.{self.name}"
+        return {name: Packed(key, *codes), f"{name}.scale": Packed(key, *scales)}
 
     def of(self, numel: int) -> Format:
         """Return this format, or fp32 for a whole parameter too small to be packed."""
@@ -90,30 +102,12 @@ FORMATS: Mapping[str, Format] = {
 }
 
 
-@dataclass(frozen=True)
-class Packed:
-    """A part of a packed moment: the moment's key, its format, and whether it is the scales."""
-
-    key: str
-    format: Format
-    scale: bool
-
-    @property
-    def grain(self) -> int:
-        """Elements of the moment that one item stands for."""
-        return self.format.block if self.scale else self.format.grain
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return torch.float32 if self.scale else self.format.dtype
-
-
 _PACKED: Mapping[object, Packed] = {
-    name: Packed(key, format, scale=bool(part))
+    name: part
     for key in SIGNED
     for format in FORMATS.values()
     if format.packed
-    for part, name in enumerate(format.keys(key))
+    for name, part in format.parts(key).items()
 }
 
 
@@ -122,10 +116,14 @@ def packed(key: object) -> Packed | None:
     return _PACKED.get(key)
 
 
+def moment_of(key: Any) -> Any:
+    """Return the key of the moment that a state is a part of; `key` itself for any other."""
+    return _PACKED[key].key if key in _PACKED else key
+
+
 def grain_of(key: object) -> int:
     """Return the elements of one item of the state `key`: 1 but for int4 and scales."""
-    part = packed(key)
-    return part.grain if part is not None else 1
+    return _PACKED[key].grain if key in _PACKED else 1
 
 
 def items_of(start: int, stop: int, grain: int) -> tuple[int, int]:
