@@ -280,18 +280,15 @@ def within_holders(
     entry, group = item.entry, item.entry.flat.group
     row = whole.reshape(-1) if group.rank == 0 and whole is not None else None
     for x, y in _chunks(item):
-        places, came = dict[int, torch.Tensor](), dict[int, torch.Tensor]()
         a, b = overlap(parts.held(entry), (x, y))
-        if row is not None and not group.alone:
-            chunk = row[x:y].to(engine.device, item.dtype)
-            for peer in range(1, group.size):
-                i, j = overlap(parts.held(entry, peer), (x, y))
-                if i < j:
-                    places[peer] = chunk[i - x : j - x]
-        if group.rank and not group.alone:
-            came[0] = torch.empty(b - a, dtype=item.dtype, device=engine.device)
-        _exchange(engine, group, item, places, came)
-        part = came.get(0) if row is None else row[a:b]
+        part, sends, came = None, dict[int, torch.Tensor](), dict[int, torch.Tensor]()
+        if row is not None:
+            part = row[a:b]
+            for peer in range(1, group.size) if not group.alone else ():
+                sends[peer] = row[slice(*overlap(parts.held(entry, peer), (x, y)))]
+        elif group.rank and not group.alone:
+            part = came[0] = torch.empty(b - a, dtype=item.dtype, device=engine.device)
+        _exchange(engine, group, item, sends, came)
         if a < b and part is not None:
             parts.write(item, a, b, part.to(item.dtype))
 

@@ -37,7 +37,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from onefold.recipe.optimizers import ELEMENTWISE, Update
+from onefold.recipe.optimizers import Update
 from onefold.runtime.parameters.parameter import bare, face
 
 if TYPE_CHECKING:

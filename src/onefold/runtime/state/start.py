@@ -152,8 +152,6 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         engine.check_moment("full_params")
     wholes: dict[Flat, torch.Tensor] = {}
     shown: dict[Entry, nn.Parameter] = {}
-    given: dict[Entry, torch.Tensor] = {}
-    wrong, written = None, False
     try:
         with disable_torch_function():
             for flat in (f for f in engine.flats if not f.unsharded):
@@ -168,33 +166,39 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
             try:
                 yield module
             finally:
-                with disable_torch_function():
-                    for entry, stand_in in shown.items() if write else ():
-                        given[entry] = _given(entry, stand_in)
-                written = write
-    finally:  # the model is as it was
+                if write:
+                    _keep(engine, shown, wholes)
+    finally:
         shown.clear()
         for flat, full in wholes.items():
             engine.memory.add(GATHERED, -full.nbytes, flat.unit_name)
-        if written:
-            with disable_torch_function(), torch.no_grad():
-                parts = MasterParts()
-                try:
-                    for item in master_items([*given]):
-                        new, shape = given.pop(item.entry), item.entry.slot.shape
-                        if tuple(new.shape) != shape:
-                            wrong = wrong or (
-                                f"inside full_params(write=True) parameter {item.name!r} of shape"
-                                f" {shape} was given data of shape {tuple(new.shape)}. Another shape"
-                                " is given between onefold.unshard(model) and a new shard()."
-                            )
-                            flat = item.entry.flat
-                            new = flat.view(wholes[flat], item.entry)
-                        within_holders(engine, parts, item, new)
-                    parts.finish()
-                finally:
-                    engine.make_stale()
-            engine.uninitialized.look()
+
+
+def _keep(
+    engine: Engine, shown: Mapping[Entry, nn.Parameter], wholes: Mapping[Flat, torch.Tensor]
+) -> None:
+    """Write what rank 0 has made of whole parameters into the masters of all ranks.
+
+    Raises:
+        ValueError: one was given another shape; it stays as it is.
+    """
+    parts, wrong = MasterParts(), ""
+    with disable_torch_function(), torch.no_grad():
+        try:
+            for item in master_items(shown):
+                new, shape = _given(item.entry, shown[item.entry]), item.entry.slot.shape
+                if tuple(new.shape) != shape:
+                    wrong = wrong or (
+                        f"inside full_params(write=True) parameter {item.name!r} of shape"
+                        f" {shape} was given data of shape {tuple(new.shape)}. Another shape"
+                        " is given between onefold.unshard(model) and a new shard()."
+                    )
+                    new = item.entry.flat.view(wholes[item.entry.flat], item.entry)
+                within_holders(engine, parts, item, new)
+            parts.finish()
+        finally:
+            engine.make_stale()
+    engine.uninitialized.look()
     if wrong:
         raise ValueError(wrong)
 
