@@ -46,7 +46,7 @@ from onefold.runtime.parts import (
     said_by_first,
     tell_all,
 )
-from onefold.runtime.state.dicts import whole_state_dict
+from onefold.runtime.state.dicts import take, whole_state_dict
 
 #: The category of the averages in memory ledgers.
 AVERAGES = "averages"
@@ -180,15 +180,13 @@ class EMA:
             ValueError: on every rank, if the dict is not of this model.
         """
         self._refuse_inside("load_state_dict")
-        engine = self._engine
-        first = engine.rank == 0
-        updates = said_by_first(engine, _LOAD, partial(self._look, state_dict))
+        engine, given = self._engine, dict[str, torch.Tensor]()
+        updates = said_by_first(engine, _LOAD, partial(self._look, state_dict, given))
         parts = AverageParts(self._averages)
         with disable_torch_function(), torch.no_grad():
             for item in self._items():
                 if item.entry in self._averages:
-                    whole = _find(state_dict or {}, item.entry) if first else None
-                    from_first(engine, parts, item, whole)
+                    from_first(engine, parts, item, given.get(item.name))
         self.updates = updates
 
     def _items(self) -> list[StateItem]:
@@ -200,18 +198,21 @@ class EMA:
             for item in master_items(self._engine.entries)
         ]
 
-    def _look(self, state: Mapping[str, Any] | None) -> int:
-        """Return the number of updates of rank 0's dict, or raise ValueError: what is wrong with it."""
+    def _look(self, state: Mapping[str, Any] | None, given: dict[str, torch.Tensor]) -> int:
+        """Return the number of updates of rank 0's dict, and put its averages into `given`.
+
+        Raises:
+            ValueError: what is wrong with it.
+        """
         if not isinstance(state, Mapping) or "n_averaged" not in state:
             raise ValueError(
                 "rank 0 was given no state of an average; expected what EMA.state_dict() or"
                 " torch's AveragedModel.state_dict() returned (n_averaged, module.<name>, ...)."
             )
-        for entry in self._averages:
-            found, name = _find(state, entry), f"'module.{entry.name}'"
-            if found is None or tuple(found.shape) != tuple(entry.shape):
-                was = "is missing" if found is None else f"has shape {tuple(found.shape)}"
-                raise ValueError(f"{name} {was}, expected shape {tuple(entry.shape)}.")
+        plain = {name.removeprefix("module."): value for name, value in state.items()}
+        take(self._engine, self._model, plain, False, given, buffers=False)
+        if lost := [entry.name for entry in self._averages if entry.name not in given]:
+            raise ValueError(f"'module.{lost[0]}' is missing.")
         return int(state["n_averaged"])
 
     def _refuse_inside(self, call: str) -> None:
@@ -228,12 +229,6 @@ class EMA:
             " full_params(write=True)) inside ema.applied(), where they are the averages: leave it"
             " first."
         )
-
-
-def _find(state: Mapping[str, Any], entry: Entry) -> Any:
-    return next(
-        (state[f"module.{name}"] for name in entry.names if f"module.{name}" in state), None
-    )
 
 
 def _wide(entry: Entry) -> torch.Tensor:

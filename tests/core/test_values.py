@@ -145,7 +145,10 @@ def test_what_an_average_cannot_do_is_said(folder: Path) -> None:
         (lambda: onefold.ema.EMA(on_disk), "are on NVMe, and averages are kept in memory"),
         (lambda: onefold.ema.EMA(nn.Linear(2, 2)), "was not sharded"),
         (lambda: average.load_state_dict(before), "given no state of an average"),
-        (lambda: average.load_state_dict(wrong), r"has shape \(2,\), expected shape \(40, 7\)"),
+        (
+            lambda: average.load_state_dict(wrong),
+            r"enter.weight: .* shape torch.Size\(\[2\]\) .* torch.Size\(\[40, 7\]\)",
+        ),
         (lambda: AveragedModel(model), r"onefold.ema.EMA\(model, decay\)"),
     ):
         with pytest.raises((RuntimeError, ValueError), match=words):

@@ -224,6 +224,10 @@ def test_state_dicts_and_checkpoints_of_modules_with_hooks_are_those_without_sha
     assert same(third, {n: mine[n] if "leave" in n else v for n, v in expected.items()})
     with pytest.raises(ValueError, match="2 names are missing"):
         onefold.load_full_state_dict(third, first(given))
+    # Averages have the model's names too
+    average, elsewhere = onefold.ema.EMA(model), onefold.ema.EMA(third)
+    elsewhere.load_state_dict(average.state_dict())
+    assert not first(differences(average.state_dict(), elsewhere.state_dict()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     model(features_of(0, 4, 7)).square().mean().backward()
     optimizer.step()

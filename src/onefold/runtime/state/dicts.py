@@ -205,8 +205,8 @@ def load_full_state_dict(
     engine.check_moment(_LOAD)
     engine.about_to_write()
     given: dict[str, torch.Tensor] = {}
-    take = partial(_take, engine, module, state_dict, strict, given)
-    missing, unexpected, incoming = said_by_first(engine, f"{_LOAD}()", take)
+    loads = partial(take, engine, module, state_dict, strict, given)
+    missing, unexpected, incoming = said_by_first(engine, f"{_LOAD}()", loads)
     parts, buffers = MasterParts(), persistent(module)
     with disable_torch_function(), torch.no_grad():
         for item in master_items(engine.entries):
@@ -223,11 +223,17 @@ def load_full_state_dict(
     return missing, unexpected
 
 
-def _take(
-    engine: Engine, module: nn.Module, state: Any, strict: bool, given: dict[str, torch.Tensor]
+def take(
+    engine: Engine,
+    module: nn.Module,
+    state: Any,
+    strict: bool,
+    given: dict[str, torch.Tensor],
+    buffers: bool = True,
 ) -> tuple[list[str], list[str], list[str]]:
     """Let rank 0's module load `state` by its own code, and put what it assigns to parameters into
-    `given`. Returns (missing names, unexpected names, names in `given`).
+    `given`, by first name. Returns (missing names, unexpected names, names in `given`). `buffers`:
+    load these too.
 
     Raises:
         ValueError: `state` does not fit; then nothing has been loaded.
@@ -275,7 +281,7 @@ def _take(
             f" unknown to the model ({', '.join(unexpected[:5])}). Give strict=False to load what"
             " fits."
         )
-    for buffer, new in came:
+    for buffer, new in came if buffers else ():
         if new is not buffer:
             local_of(buffer).copy_(local_of(new))  # type: ignore[arg-type]
     return missing, sorted(unexpected), list(given)
