@@ -14,7 +14,6 @@ import errno
 import json
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -29,9 +28,7 @@ StrPath = str | os.PathLike[str]
 #: Bytes of the largest JSON file that is read. A manifest takes some 200 for each of its tensors.
 LARGEST = 256 << 20
 
-_KINDS: list[tuple[Callable[[int], bool], str]] = [
-    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a fifo"), (stat.S_ISSOCK, "a socket"),
-]  # fmt: skip
+_KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a fifo", stat.S_IFSOCK: "a socket"}
 
 
 def open_regular(path: StrPath, flags: int = os.O_RDONLY) -> int:
@@ -50,7 +47,7 @@ def open_regular(path: StrPath, flags: int = os.O_RDONLY) -> int:
 
 def _refuse(mode: int, path: StrPath) -> None:
     if not stat.S_ISREG(mode):
-        what = next((what for is_kind, what in _KINDS if is_kind(mode)), "a device")
+        what = _KINDS.get(stat.S_IFMT(mode), "a device")
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, f"it is {what}, expected a file", os.fspath(path))
 

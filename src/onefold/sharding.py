@@ -185,11 +185,8 @@ def unshard(module: nn.Module) -> nn.Module:
         for entry in engine.entries:
             optimizer.state.pop(entry.param, None)
     _make_plain(engine)
-    remove_step_hooks(engine)
-    if engine.finalizer is not None:
-        engine.finalizer.detach()
     del engines[module]
-    engine.close()
+    engine.finalizer()  # now, and not again
     return module
 
 
