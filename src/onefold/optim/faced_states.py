@@ -132,13 +132,13 @@ class FacedStates(PlainStates):
         waiting, self.elsewhere = self.elsewhere, {}
         whole = owned_by(optimizer) if waiting else {}
         for group in optimizer.param_groups if waiting else ():
-            lacking = [
-                p for p in group["params"] if id(p) in waiting and dict.__contains__(self, p)
-            ]
-            others = [
-                dict.__getitem__(self, p) for p in group["params"] if self._has_some(p, whole)
-            ]
-            fresh = _fresh(optimizer, group, lacking[0]) if lacking else {}
+            there = [p for p in group["params"] if dict.__contains__(self, p)]
+            lacking = [p for p in there if id(p) in waiting]
+            others = (dict.__getitem__(self, p) for p in there if self._has_some(p, whole))
+            other: dict[str, Any] = next(others, {})
+            fresh: dict[str, Any] = {}
+            with contextlib.suppress(Exception), torch.no_grad():  # else it cannot be known
+                fresh = fresh_state(optimizer, group, lacking[0]) if lacking else {}
             for param in lacking:
                 known, steps = dict.__getitem__(self, param), waiting[id(param)]
                 like = dict[str, Any]()
@@ -147,7 +147,7 @@ class FacedStates(PlainStates):
                         kinds = stored_as(optimizer, entry_of(param), key, value.dtype)
                         like |= {k: value.new_empty(0, dtype=kind) for k, kind in kinds.items()}
                     else:
-                        like[key] = copy.deepcopy(others[0].get(key, value) if others else value)
+                        like[key] = copy.deepcopy(other.get(key, value))
                 if steps and "step" in like:
                     like["step"] = like["step"] * 0 + known.get("step", 0) + steps
                 known |= {k: value for k, value in like.items() if k in known or not known}
@@ -206,13 +206,6 @@ for _name in ("items", "values", "pop", "popitem", "setdefault"):
     setattr(FacedStates, _name, _looked_at(_name, faced=True))
 
 
-def _fresh(optimizer: Optimizer, group: dict[str, Any], param: Any) -> dict[str, Any]:
-    """Return the optimizer's state of a first step; {} if it cannot be known."""
-    with contextlib.suppress(Exception), torch.no_grad():
-        return fresh_state(optimizer, group, param)
-    return {}
-
-
 def show(optimizer: Optimizer) -> None:
     """From now on show intervals to code outside the step."""
     state: Any = optimizer.state
@@ -258,10 +251,11 @@ def make_plain(optimizer: Optimizer) -> None:
     """
     whole, plain = owned_by(optimizer) if optimizer.state else {}, []
     for param, state in dict.items(optimizer.state):
-        if not isinstance(state, dict):
+        spec = spec_of(param)
+        if spec is None or not isinstance(state, dict):
             continue
         if id(param) not in whole:
-            plain.append((spec_of(param), state))
+            plain.append((spec, state))
             continue
         for key, value in state.items():
             if isinstance(value, Interval) and (of := spec_of(value)) is not None:
@@ -269,17 +263,15 @@ def make_plain(optimizer: Optimizer) -> None:
     _make_plain(plain)
 
 
-def _make_plain(states: Sequence[tuple[IntervalSpec | None, dict[str, Any]]]) -> None:
+def _make_plain(states: Sequence[tuple[IntervalSpec, dict[str, Any]]]) -> None:
     """Replace intervals, and plain tensors of the parameter's whole shape, by this rank's elements."""
-    for _, state in states:
+    kinds = kinds_of([(tuple(spec.shape), state) for spec, state in states])
+    for (spec, state), kind_of in zip(states, kinds, strict=True):
+        held = slice(spec.start, spec.stop)
         for key, value in state.items():
             if isinstance(value, Interval):
                 state[key] = value.as_subclass(torch.Tensor)
-    sharded = [(spec, state) for spec, state in states if spec is not None]
-    kinds = kinds_of([(tuple(spec.shape), state) for spec, state in sharded])
-    for (spec, state), kind_of in zip(sharded, kinds, strict=True):
-        here = slice(spec.start, spec.stop)
-        for key, value in state.items():
+                continue
             whole = kind_of[key] == "elements" and type(value) is torch.Tensor
-            if whole and tuple(value.shape) != (here.stop - here.start,):
-                state[key] = value.detach().reshape(-1)[here].clone()
+            if whole and tuple(value.shape) != (held.stop - held.start,):
+                state[key] = value.detach().reshape(-1)[held].clone()

@@ -221,10 +221,11 @@ def placed(value: Any, param: torch.Tensor, group: Mapping[str, Any]) -> Any:
 
 
 class Param(NamedTuple):
-    """A parameter. `entry`: None if it is not sharded."""
+    """A parameter. `entry`, `engine`: None if it is not sharded."""
 
     param: torch.Tensor
-    entry: Entry | None
+    entry: Any
+    engine: Any
     shape: Shape
 
 
@@ -248,7 +249,8 @@ class Outline:
             entry, engine = engine_of_param(p)
             if engine is not None:
                 found[engine] = None
-            self.params.append(Param(p, entry, tuple(p.shape if entry is None else entry.shape)))
+            shape = tuple(p.shape if entry is None else entry.shape)
+            self.params.append(Param(p, entry, engine, shape))
         self.engines = list(found)
         entries = [param.entry for param in self.params if param.entry is not None]
         self.divided = any(e.flat.divided for e in entries)
@@ -355,10 +357,9 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
                 )
             for key, (kind, value) in here[0].items() if here else ():
                 if kind is not None:
-                    assert param.entry is not None
                     item = StateItem(param.entry, key, *kind)
                     value = (
-                        to_first(_engine(param.entry), parts, item)
+                        to_first(param.engine, parts, item)
                         if outline.divided
                         else own_whole(parts, item)
                     )
@@ -370,12 +371,6 @@ def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[
         else:
             state = {}
         return {**state_dict, "state": state}
-
-
-def _engine(entry: Entry) -> Engine:
-    engine = entry.engine()
-    assert engine is not None
-    return engine
 
 
 def _described(optimizer: Optimizer, outline: Outline, parts: OptimizerParts) -> list[_Said]:
@@ -477,7 +472,7 @@ def _heads(
     numbered = zip(numbers_of(given), outline.params, strict=True)
     there = [(n, param) for n, param in numbered if n in state]
     kinds = kinds_of([(param.shape, state[n]) for n, param in there])
-    for (number, (_, entry, shape)), kind_of in zip(there, kinds, strict=True):
+    for (number, (_, entry, _, shape)), kind_of in zip(there, kinds, strict=True):
         state[number] = dict(state[number])
         for key, value in state[number].items():
             tensor, name = isinstance(value, torch.Tensor), "" if entry is None else entry.name
@@ -501,40 +496,35 @@ def _heads(
 def _take(
     outline: Outline, parts: OptimizerParts, heads: dict[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return this rank's part for torch to load. Element-wise states are created here, and given to
-    the optimizer after torch's own load.
+    """Make of rank 0's dict this rank's part, for torch to load. Element-wise states are created here,
+    and given to the optimizer after torch's own load.
 
     Args:
-        heads: rank 0's dict with dtypes in their place. given: the dict with its tensors, on rank 0.
+        heads: the dict with dtypes in their place. given: the dict with its tensors, on rank 0.
     """
-    numbers, state = numbers_of(heads), heads["state"]
-    mine: dict[Any, Any] = {key: value for key, value in state.items() if key not in set(numbers)}
     with parts.keeping_errors():
         for each in outline.engines:
             each.transfers.check()
-    for number, (_, entry, _) in zip(numbers, outline.params, strict=True):
-        if number not in state:
-            continue
-        held = parts.owned(entry) if entry is not None else None
-        mine[number] = {}
-        for key, value in state[number].items():
+    for number, (_, entry, engine, _) in zip(numbers_of(heads), outline.params, strict=True):
+        state = heads["state"].get(number, {}) if entry is not None else {}
+        whole = parts.owned(entry) if state else None
+        for key, value in list(state.items()):
             if isinstance(value, torch.dtype):
-                assert entry is not None
-                item, engine = StateItem(entry, key, value), _engine(entry)
+                item = StateItem(entry, key, value)
                 parts.create(item)
-                whole = given["state"][number][key] if engine.rank == 0 else None
-                from_first(engine, parts, item, whole)
-            elif held is None or held.mine:
-                # clone: the caller's dict must not change
-                copied = isinstance(value, torch.Tensor) and entry is not None
-                mine[number][key] = value.clone() if copied else value
+                first = given["state"][number][key] if engine.rank == 0 else None
+                from_first(engine, parts, item, first)
+            if isinstance(value, torch.dtype) or (whole is not None and not whole.mine):
+                del state[key]
+            elif isinstance(value, torch.Tensor):  # the caller's dict must not change
+                state[key] = value.clone()
     with parts.keeping_errors():
         for each in outline.engines:
             if each.on_disk:
                 each.transfers.flush()
     parts.tell(_LOAD, outline.engines[0])
     _loaded[parts.optimizer] = parts.made
-    return {**heads, "state": mine}
+    return heads
 
 
 def _after_load(optimizer: Optimizer) -> None:

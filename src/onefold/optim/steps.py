@@ -45,7 +45,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from onefold.optim import faced_states, states
-from onefold.optim.verdict import verdict_for
+from onefold.optim.verdict import verdict_of
 from onefold.optim.whole import epoch
 from onefold.recipe.optimizers import ELEMENTWISE, WHOLE
 from onefold.runtime.agree import of_step
@@ -297,7 +297,7 @@ def _choose(optimizer: Optimizer, found: dict[Engine, list[Entry]]) -> dict[Engi
     inside, group_of = held_inside(optimizer), groups_of(optimizer)
     groups, out = groups_now(optimizer), dict[Engine, Choice]()
     for engine, entries in found.items():
-        verdict = partial(verdict_for(engine.recipe), optimizer)
+        verdict = partial(verdict_of, engine.recipe, optimizer)
         # Their own steps come here too
         held = (e for e in entries if id(e.param) in inside and is_cut(e.flat))
         for group in {group_of[id(e.param)] for e in held}:

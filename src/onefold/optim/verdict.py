@@ -25,7 +25,7 @@ import fnmatch
 import sys
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -78,35 +78,26 @@ _OF_THE_USER = ("params", "param_names", "lr", "initial_lr")
 # -- verdicts --------------------------------------------------------------------------------------
 
 
-def verdict_for(recipe: Recipe) -> Callable[[Optimizer, int], GroupVerdict]:
-    """Return what to ask for the verdict on a group: the recipe's word, or `verdict_of`."""
-
-    def told(optimizer: Optimizer, group: int) -> GroupVerdict:
-        said = recipe.whole
-        if said is False:
-            return _ELEMENTWISE
-        if said is True or (said and _named(said, optimizer, group)):
-            return GroupVerdict(WHOLE, f"the recipe says whole={said!r}.")
-        return verdict_of(optimizer, group)
-
-    return told
-
-
 def _named(patterns: Sequence[str], optimizer: Optimizer, group: int) -> bool:
     found = map(entry_of, optimizer.param_groups[group]["params"])
     names = [name for entry in found if entry is not None for name in entry.names]
     return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
-def verdict_of(optimizer: Optimizer, group: int) -> GroupVerdict:
-    """Return what the update of a parameter group looks at. Verdicts are cached, until switches of a
-    group change.
+def verdict_of(recipe: Recipe, optimizer: Optimizer, group: int) -> GroupVerdict:
+    """Return what the update of a parameter group looks at: the recipe's word, or what trials show. These
+    are cached, until switches of a group change.
 
-    If one group is refused, all are: its update may look at the parameters of the others.
+    If a trial refuses one group, all are refused: its update may look at the parameters of the others.
 
     Raises:
         ValueError: a group that has states is stepped in another way since its switches have changed.
     """
+    said = recipe.whole
+    if said is False:
+        return _ELEMENTWISE
+    if said is True or (said and _named(said, optimizer, group)):
+        return GroupVerdict(WHOLE, f"the recipe says whole={said!r}.")
     now = [switches_of(each) for each in optimizer.param_groups]
     then, known = _verdicts.get(optimizer, ([], []))
     if then != now:

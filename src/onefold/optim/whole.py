@@ -41,7 +41,7 @@ from torch.optim.optimizer import Optimizer
 from onefold.comm import OWNERS, CollectiveContext, Group, alike, both
 from onefold.layout.owners import Matrix, assign, rounds
 from onefold.memory import OWNED, nbytes_of
-from onefold.optim.verdict import takes_stacks, verdict_for
+from onefold.optim.verdict import takes_stacks, verdict_of
 from onefold.quant.moments import moment_policy
 from onefold.recipe.optimizers import WHOLE
 from onefold.runtime.engine import Engine
@@ -145,7 +145,7 @@ def _find(optimizer: Optimizer, chosen: Mapping[Entry, int]) -> dict[int, Owned]
         if entry is None or id(param) in inside:
             continue
         with contextlib.suppress(ValueError):  # raised again when it steps
-            verdict = partial(verdict_for(engine.recipe), optimizer, number)
+            verdict = partial(verdict_of, engine.recipe, optimizer, number)
             if entry.slot.numel and steps_whole(engine, optimizer, entry.flat, verdict):
                 if entry.flat.whole_master:  # every rank owns all
                     among, place = entry.flat.group, entry.flat.group.rank
