@@ -155,14 +155,12 @@ class MasterParts(HeldParts):
     of a flat buffer therefore decode it once, and encode it once.
 
     Args:
-        building: a flat buffer that is being built, and the tensor [owned] of its first values.
+        building: a flat buffer that is being built, with the tensor [owned] of its first values.
     """
 
-    def __init__(self, building: tuple[Flat, torch.Tensor] | None = None) -> None:
-        self._flat: Flat | None = None
-        self._values: torch.Tensor | None = None  # None: they are read and written in their place
-        if building is not None:
-            self._flat, self._values = building
+    def __init__(self, building: Mapping[Flat, torch.Tensor] | None = None) -> None:
+        # The open one, with its values; None if they are read and written in their place
+        self._open: dict[Flat, torch.Tensor | None] = dict(building or {})
         self._written = False
 
     def values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
@@ -179,22 +177,22 @@ class MasterParts(HeldParts):
             entry.flat.storage.write(entry, "", entry.param, x, y, values)
 
     def finish(self) -> None:
-        flat, values, written = self._flat, self._values, self._written
-        self._flat, self._values, self._written = None, None, False
-        if flat is not None and written:
-            if values is None:
+        written, self._written = self._written, False
+        while self._open:
+            flat, values = self._open.popitem()
+            if written and values is None:
                 flat.storage.renew()
-            else:
+            elif written and values is not None:
                 flat.storage.store(values)
 
     def here(self, entry: Entry, x: int, y: int) -> torch.Tensor | None:
         """Open the flat buffer of `entry`. Return the elements if they are in a buffer of their own."""
         flat = entry.flat
-        if flat is not self._flat:
+        if flat not in self._open:
             self.finish()
-            self._flat = flat
-            self._values = flat.storage.decoded()
-        return None if self._values is None else self._values[entry.among_owned((x, y))]
+            self._open[flat] = flat.storage.decoded()
+        values = self._open[flat]
+        return None if values is None else values[entry.among_owned((x, y))]
 
 
 # -- moves between ranks ---------------------------------------------------------------------------

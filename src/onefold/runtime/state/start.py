@@ -235,7 +235,7 @@ def lay_out(engine: Engine, unit: Unit, incoming: Collection[str] = ()) -> None:
 def _fill(engine: Engine, flat: Flat, incoming: Collection[str], master: torch.Tensor) -> None:
     """Put the first values into `master`, [owned]."""
     master.zero_()
-    parts = MasterParts((flat, master))
+    parts = MasterParts({flat: master})
     for item in master_items(flat.entries):
         encoded, source = flat.spec.stored, value_of(item.entry)
         if item.name in incoming:
