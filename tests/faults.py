@@ -707,7 +707,7 @@ FAULTS = [
         "each micro-batch of a run weighs the same, however many tokens count in it",
         "train/loop.py",
         "part = loss * (count / counted)",
-        "part = loss / (len(mine) * place.count)",
+        "part = loss / (len(mine) * run.parts)",
         ["tests/train/test_run.py"],
     ),
     Fault(

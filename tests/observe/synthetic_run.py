@@ -35,7 +35,7 @@ class Clock:
     def __init__(self, rank: int) -> None:
         self.random = random.Random(rank)
         self.now = 100.0
-        self.step = Recording(rank, RANKS, 100.0, 100.0, 1, activations_watched=True)
+        self.step = Recording(100.0, 100.0, 1, activations_watched=True)
         self.device = self.step.tiers["device"]
         states = (ROOT + BLOCKS * BLOCK) // RANKS
         self.device.held = {

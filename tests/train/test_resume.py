@@ -140,7 +140,10 @@ def test_a_start_goes_on_from_what_it_is_told_to(text: str, tmp_path: Path) -> N
     assert checkpoints.find(config, restarted=False) is None
     found = checkpoints.find(config, restarted=True)
     assert (
-        found is not None and found.step == 8 and found.global_batch == 2 and len(found.before) == 2
+        found is not None
+        and found.step == 8
+        and found.order["global_batch"] == 2
+        and len(found.before) == 2
     )
     branch = {
         "output": str(tmp_path / "b"),

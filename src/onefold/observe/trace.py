@@ -43,8 +43,6 @@ class Recording:
         io: seconds that this rank waited for NVMe.
     """
 
-    rank: int
-    world_size: int
     start: float = 0.0
     end: float = 0.0
     steps: int = 0
@@ -117,7 +115,7 @@ def record(
     engine = engine_of(model)
     if engine.memory.record:
         raise RuntimeError("this model is being recorded already: end the other record() first.")
-    seen = Recording(engine.rank, engine.world_size, activations_watched=activations)
+    seen = Recording(activations_watched=activations)
     traffic, moved, ledgers = engine.traffic, engine.transfers.moved, ledgers_of(engine)
     with contextlib.ExitStack() as stack:
         saved = stack.enter_context(Activations(model)) if activations else None

@@ -17,7 +17,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +32,6 @@ from onefold.checkpoint.loading import load as load_checkpoint
 from onefold.checkpoint.manifest import MANIFEST
 from onefold.checkpoint.values import fits
 from onefold.models.names import weights_digest
-from onefold.processes.signals import Stop
 from onefold.recipe.optimizers import TRAINED
 from onefold.train.config import TrainConfig
 from onefold.wording import TrainError
@@ -62,15 +61,10 @@ class Point:
 
     path: Path
     step: int
-    order: Mapping[str, Any] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    saved_by: Mapping[str, Any] = field(default_factory=dict)
+    order: Mapping[str, Any]
+    extra: Mapping[str, Any]
+    saved_by: Mapping[str, Any]
     before: tuple[Path, ...] = ()
-
-    @property
-    def global_batch(self) -> int | None:
-        """Sequences per optimizer step."""
-        return self.order.get("global_batch")
 
 
 def restarts() -> int:
@@ -246,21 +240,21 @@ class Keeper:
         if run.config.save_every or run.config.resume != "none":
             _ = self._checkpointer
 
-    def after(self, step: int, stopping: Stop, over: bool) -> None:
+    def after(self, step: int) -> None:
         """Save if a checkpoint is due after `step` steps. Collective.
         Raises CheckpointError if this save failed, or one that was under way.
         """
         self._look()
-        if self.saves(step, stopping, over):
+        if self.saves(step):
             self._save(step)
-        if stopping or over:
+        if self.run.stopped or step == self.run.steps:
             self.wait()
 
-    def saves(self, step: int, stopping: Stop, over: bool) -> bool:
-        """Whether `after` would save with these arguments. The same on every rank."""
-        every = self.run.config.save_every
-        due = bool(every) and (over or step % (every or 1) == 0)
-        return (due or bool(stopping)) and self.saved != step
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint is due after `step` steps. The same on every rank."""
+        run, every = self.run, self.run.config.save_every
+        due = bool(every) and (step == run.steps or step % (every or 1) == 0)
+        return (due or bool(run.stopped)) and self.saved != step
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises CheckpointError if it failed."""

@@ -203,7 +203,7 @@ class _Loop:
                 seen.row["eval_wire_bytes"] = self.engine.traffic.sent().nbytes - sent
             self.report(seen.row)
         if self.keeper is not None:
-            self.keeper.after(step + 1, run.stopped, step + 1 == run.steps)
+            self.keeper.after(step + 1)
 
     @contextlib.contextmanager
     def _recording(self, step: int) -> Iterator[None]:
@@ -242,7 +242,7 @@ class _Loop:
         mine = round(seen.own * 1e6) * ranks.world_size + ranks.rank
         slow, least = self._ask(mine, -seen.own)
         # Ranks that divide layers have the same loss
-        row, loss = seen.row, ranks.sum(loss)[0] / self.run.part.copies
+        row, loss = seen.row, ranks.sum(loss)[0] / self.run.config.tp
         if self.late:
             now = time.perf_counter()
             row |= self.meter.rates(now - max(seen.begun, self._arrived), seen.tokens)
@@ -289,10 +289,10 @@ class _Loop:
 
     def _is_needed(self, step: int) -> bool:
         """Whether the step must be read before the next one begins. The same on every rank."""
-        stopped, last = self.run.stopped, step + 1 == self.run.steps
-        saves = self.keeper is not None and self.keeper.saves(step + 1, stopped, last)
-        recorded = self.run.recording is None and step + 1 >= self.recorded
-        return bool(stopped) or last or saves or recorded or self._evaluates(step)
+        run, last = self.run, step + 1 == self.run.steps
+        saves = self.keeper is not None and self.keeper.saves(step + 1)
+        recorded = run.recording is None and step + 1 >= self.recorded
+        return bool(run.stopped) or last or saves or recorded or self._evaluates(step)
 
     def _evaluates(self, step: int) -> bool:
         every, due = self.run.config.eval_every, step + 1 == self.run.steps
@@ -325,13 +325,12 @@ def forward_backward(run: Run, step: int) -> tuple[torch.Tensor, int]:
     """Compute one step's gradients and leave them in the model.
     Returns (this rank's part of the loss, in fp32 on the device; tokens of the whole global batch).
     """
-    samples, place = run.data.samples, run.part
-    cut = (place.number, place.count, run.choice.micro_batch)
-    mine = run.order.micro_batches(step, *cut)
+    samples = run.data.samples
+    mine = run.order.micro_batches(step, run.part, run.parts, run.choice.micro_batch)
     counts = [samples.counted(chosen) for chosen in mine]
-    counted: float = sum(counts) * place.count
+    counted: float = sum(counts) * run.parts
     if not samples.count_alike:
-        counted = run.ranks.sum(sum(counts))[0] / place.copies
+        counted = run.ranks.sum(sum(counts))[0] / run.config.tp
     tokens = 0
     loss_sum: torch.Tensor | None = None
     for number, (chosen, count) in enumerate(zip(mine, counts, strict=True)):
@@ -341,11 +340,11 @@ def forward_backward(run: Run, step: int) -> tuple[torch.Tensor, int]:
         with contextlib.nullcontext() if last else onefold.no_sync(run.model):
             loss = loss_of(run.model, batch, run.ranks.device)
             part = loss * (count / counted)
-            scaled = part * place.count
+            scaled = part * run.parts
             (scaled if run.scaler is None else run.scaler.scale(scaled)).backward()
         loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
     assert loss_sum is not None
-    return loss_sum, tokens * place.count
+    return loss_sum, tokens * run.parts
 
 
 def measure_gradients(run: Run) -> torch.Tensor:
@@ -418,7 +417,7 @@ def held_out_loss(run: Run) -> float:
     """
     total = counted = 0.0
     ranks, size = run.ranks, run.data.size(held_out=True)
-    cut = (run.part.number, run.part.count, run.choice.micro_batch)
+    cut = run.part, run.parts, run.choice.micro_batch
     run.model.eval()
     try:
         for positions, real in eval_batches(size, run.config.eval_samples, *cut):

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import FiniteFloat, PositiveInt, TypeAdapter, ValidationError
@@ -91,18 +90,6 @@ def check_optimizer(config: TrainConfig) -> None:
         raise TrainError(
             f"--muon-lr {config.muon_lr:g} is the rate of --optimizer muon; --optimizer"
             f" {config.optimizer} has --lr alone."
-        )
-
-
-def refuse_another(config: TrainConfig, kept: Mapping[str, Any], path: Path) -> None:
-    """Raise TrainError if the checkpoint at `path` has the states of another optimizer.
-    `kept`: the checkpoint's extra values.
-    """
-    before = kept.get("optimizer", "adamw")  # checkpoints from before --optimizer do not say
-    if before != config.optimizer:
-        raise TrainError(
-            f"{path} holds the states of --optimizer {before}, and this run has {config.optimizer}."
-            f" Use --optimizer {before}, or start another run from the exported model (--model)."
         )
 
 

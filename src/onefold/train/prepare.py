@@ -126,30 +126,21 @@ def lr_factor(kind: str, steps: int, warmup: float, minimum: float) -> Callable[
     return factor
 
 
-@dataclass(frozen=True)
-class DataPart:
-    """The part of each batch that this rank computes: number `number` of `count`. Each part is
-    computed by `copies` ranks, which divide the layers (tensor parallelism).
-    """
-
-    number: int
-    count: int
-    copies: int = 1
-
-
 @dataclass
 class Run:
     """A run that is ready to step.
 
     Attributes:
-        part: the part of each batch that this rank computes.
+        part: the number of the part of each batch that this rank computes, of so many `parts`. Each is
+            computed by --tp ranks, which divide the layers.
         start: steps done before this start of the run.
         stopped: why the steps ended before the last one.
     """
 
     config: TrainConfig
     ranks: Ranks
-    part: DataPart
+    part: int
+    parts: int
     loaded: Loaded
     data: Data
     choice: Choice
@@ -159,7 +150,6 @@ class Run:
     scaler: Any
     order: DataOrder
     steps: int
-    accumulation: int
     factor: Callable[[int], float]
     trained: int
     frozen: int
@@ -177,12 +167,9 @@ def prepare(
     `note` tells the user what is being done. If the run resumes from `point`
     (`checkpoints.load`), it keeps the global batch of `point`.
     """
+    part, parts = ranks.rank // config.tp, config.data_ranks(ranks.world_size)
     if point is not None:
-        optimizers.refuse_another(config, point.extra, point.path)
-    count = config.data_ranks(ranks.world_size)
-    part = DataPart(ranks.rank // config.tp, count, config.tp)
-    if point is not None and point.global_batch is not None:
-        config = _with_global_batch(config, point.global_batch, part.count, note)
+        config = _going_on(config, point, parts, note)
     free = ranks.least(ranks.free_memory())
     note(f"loading {config.model}")
     loaded = load_on_first_rank(
@@ -213,8 +200,7 @@ def prepare(
         model.config.use_cache = False
     note("planning: what each stage would hold")
     choice = ranks.on_first(lambda: choose(model, config, ranks, int(free)))
-    global_batch = config.global_batch or choice.micro_batch * part.count
-    accumulation = global_batch // (choice.micro_batch * part.count)
+    global_batch = config.global_batch or choice.micro_batch * parts
     order = data.order(global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS
     if config.epochs is not None:
@@ -241,10 +227,10 @@ def prepare(
     scaler = onefold.GradScaler(model) if config.precision == "fp16" else None
     # Everything drawn before this line is the same on all ranks; from here on dropout differs, but
     # between ranks that compute with the same samples
-    torch.manual_seed(config.seed + 1_000_003 * (part.number + 1))
+    torch.manual_seed(config.seed + 1_000_003 * (part + 1))
     factor = lr_factor(config.schedule, steps, config.warmup, config.min_lr)
     return Run(
-        config, ranks, part, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, accumulation, factor, trained, frozen,
+        config, ranks, part, parts, loaded, data, choice, recipe, model, optimizer, scaler, order, steps, factor, trained, frozen,
     )  # fmt: skip
 
 
@@ -296,29 +282,36 @@ def micro_batch_that_divides(wanted: int, global_batch: int, world_size: int) ->
     return max(size for size in range(1, min(wanted, share) + 1) if share % size == 0)
 
 
-def _with_global_batch(
-    config: TrainConfig, global_batch: int, ranks: int, note: Callable[[str], None]
+def _going_on(
+    config: TrainConfig, point: Point, ranks: int, note: Callable[[str], None]
 ) -> TrainConfig:
     """Return `config` with the global batch of the resumed run, and a micro-batch that divides it.
     `ranks`: those that compute with different samples.
-    Raises TrainError if the options ask for another global batch, or these ranks cannot share it.
+    Raises TrainError if the options ask for another global batch or optimizer, or these ranks cannot
+    share the batch.
     """
+    before = point.extra.get("optimizer", "adamw")  # checkpoints from before --optimizer do not say
+    if before != config.optimizer:
+        raise TrainError(
+            f"{point.path} holds the states of --optimizer {before}, and this run has"
+            f" {config.optimizer}. Use --optimizer {before}, or start another run from the exported"
+            " model (--model)."
+        )
+    global_batch, wanted = point.order["global_batch"], config.micro_batch
     if config.global_batch not in (None, global_batch):
         raise TrainError(
             f"--global-batch {config.global_batch}: the run to go on with has {global_batch}, which"
             " decides the samples of every step. Leave the option out, or start another run from"
             " the exported model (--model)."
         )
-    wanted = config.micro_batch
-    micro_batch = micro_batch_that_divides(
-        global_batch if wanted == "auto" else wanted, global_batch, ranks
-    )
-    if wanted not in ("auto", micro_batch):
+    most = global_batch if wanted == "auto" else wanted
+    size = micro_batch_that_divides(most, global_batch, ranks)
+    if wanted not in ("auto", size):
         note(
-            f"micro-batches of {micro_batch} instead of {wanted}, so that {ranks} ranks"
-            f" share the global batch of {global_batch}"
+            f"micro-batches of {size} instead of {wanted}, so that {ranks} ranks share the global"
+            f" batch of {global_batch}"
         )
-        wanted = micro_batch
+        wanted = size
     return config.model_copy(update={"global_batch": global_batch, "micro_batch": wanted})
 
 
