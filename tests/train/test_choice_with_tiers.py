@@ -13,7 +13,7 @@ from torch import nn
 
 from onefold.memory import MOMENTS
 from onefold.plan import api
-from onefold.train.choose import choose
+from onefold.train.prepare import choose
 from zoo import TinyGPT
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import onefold
 from onefold.plan import api
-from onefold.train.choose import choose
+from onefold.train.prepare import choose
 from ranks import run_ranks
 from zoo import TinyGPT
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from onefold.plan.api import USABLE
-from onefold.train.choose import choose
 from onefold.train.prepare import (
+    choose,
     hidden_matrices,
     lr_factor,
     names_without_decay,

@@ -131,13 +131,8 @@ def recipe_parameter(row: Option, both: bool = True) -> inspect.Parameter:
 
 def with_parameters(function: Command, added: Iterable[inspect.Parameter]) -> Command:
     """Add the parameters to the signature that typer reads. `function` takes them as **keywords."""
-    kinds = typing.get_type_hints(function, include_extras=True)
-    own = [
-        p.replace(annotation=kinds[p.name])
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is not p.VAR_KEYWORD
-    ]
-    parameters = [*own, *added]
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    parameters = [*(p for p in own if p.kind is not p.VAR_KEYWORD), *added]
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
     )

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-from onefold.memory import MemoryLedger
-from onefold.plan.schema import CATEGORIES
+from onefold.plan.schema import CATEGORIES, MOMENTS
 from onefold.recipe.rows import Tier
 from onefold.runtime.engine import Engine
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -67,9 +66,12 @@ def resident_memory() -> tuple[int, int]:
     return now * 1024, peak * 1024
 
 
-def ledgers_of(engine: Engine) -> dict[str, MemoryLedger]:
-    """Return the memory ledgers by tier."""
-    return {tier.value: ledger for tier, ledger in engine.transfers.ledgers.items()}
+def held_by_tier(engine: Engine, moments: Mapping[str, int]) -> dict[str, dict[str, int]]:
+    """Return the bytes by tier, then by category: of the ledgers, and those that `moments_by_tier` found."""
+    found = {tier.value: ledger.now() for tier, ledger in engine.transfers.ledgers.items()}
+    for tier, nbytes in moments.items():
+        found[tier][MOMENTS] = nbytes
+    return {tier: ordered(held) for tier, held in found.items()}
 
 
 def moments_by_tier(optimizer: torch.optim.Optimizer, engine: Engine) -> dict[str, int]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.observe.memory import DEVICE, HOST, NVME, ledgers_of, moments_by_tier
+from onefold.observe.memory import DEVICE, HOST, NVME, held_by_tier, moments_by_tier, ordered
 from onefold.plan.schema import MOMENTS
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -91,18 +91,15 @@ class Meter:
         self._begun, self._before = now, self._counts()
         grown = {name: n - before.get(name, 0) for name, n in self._before.items()}
         moved = {name: grown.pop(name) for name in engine.transfers.moved.by_move()}
-        held = {
-            tier: {**ledger.now(), **({MOMENTS: moments[tier]} if tier in moments else {})}
-            for tier, ledger in ledgers_of(engine).items()
-        }
-        peak = {**engine.memory.peak(), MOMENTS: moments.get(DEVICE, 0)}
+        held = held_by_tier(engine, moments)
+        peak = ordered({**engine.memory.peak(), MOMENTS: moments.get(DEVICE, 0)})
         return {
             "step": self.steps,
             "lr": float(self.optimizer.param_groups[0]["lr"]),
             "tokens": tokens,
             **self.rates(seconds, tokens),
             **grown,
-            "memory": {"now": held[DEVICE], "peak": {name: n for name, n in peak.items() if n}},
+            "memory": {"now": held[DEVICE], "peak": peak},
             **{tier: sum(held[tier].values()) for tier in (HOST, NVME)},
             "moved_bytes": moved,
         }

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from onefold.comm import STEP_MOVES, TrafficEvent
 from onefold.device import memory_figures
 from onefold.observe.activations import Activations
-from onefold.observe.memory import DEVICE, HOST, NVME, Held, ledgers_of, moments_by_tier, ordered
+from onefold.observe.memory import DEVICE, HOST, NVME, Held, held_by_tier, moments_by_tier, ordered
 from onefold.plan.schema import ENGINE, FRAGMENTATION, MOMENTS, MOVED, Account
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of
@@ -116,14 +116,13 @@ def record(
     if engine.memory.record:
         raise RuntimeError("this model is being recorded already: end the other record() first.")
     seen = Recording(activations_watched=activations)
-    traffic, moved, ledgers = engine.traffic, engine.transfers.moved, ledgers_of(engine)
+    traffic, moved, ledgers = engine.traffic, engine.transfers.moved, engine.transfers.ledgers
     with contextlib.ExitStack() as stack:
         saved = stack.enter_context(Activations(model)) if activations else None
         _watch_steps(optimizer, engine, seen, stack)
         for each in (traffic, moved):
             each.events.clear()
-        for tier, ledger in ledgers.items():
-            seen.tiers.setdefault(tier, Held()).held |= ledger.now()
+        for ledger in ledgers.values():
             ledger.timeline.clear()
             ledger.record = True
         exposed, waited = traffic.exposed, moved.exposed
@@ -134,7 +133,7 @@ def record(
             for tier, ledger in ledgers.items():
                 ledger.look()  # so that the ledger notices gradients that were dropped
                 ledger.record = False
-                seen.tiers[tier].changes += ledger.timeline
+                seen.tiers[tier.value].changes += ledger.timeline
             seen.tiers[DEVICE].changes += saved.changes if saved is not None else ()
             seen.end = time.perf_counter()
             seen.exposed, seen.io = traffic.exposed - exposed, moved.exposed - waited
@@ -142,19 +141,18 @@ def record(
                 landed = e.launched if e.move in MOVED else min(e.landed, seen.end)
                 seen.moves.append(replace(e, landed=landed))
             seen.moves.sort(key=lambda move: move.launched)
-            for tier, held in list(seen.tiers.items()):
+            for name, held in list(seen.tiers.items()):
                 held.changes.sort(key=lambda change: change[0])
-                if tier != DEVICE and not held.held and not held.changes:
-                    del seen.tiers[tier]
+                if name != DEVICE and not held.held and not held.changes:
+                    del seen.tiers[name]
 
 
 def _watch_steps(
     optimizer: torch.optim.Optimizer, engine: Engine, seen: Recording, stack: contextlib.ExitStack
 ) -> None:
-    """Record the optimizer's steps, its moments, and those that its steps create."""
+    """Record what is held at the beginning, the optimizer's steps, and the moments that they create."""
     begun, held = [0.0], moments_by_tier(optimizer, engine)
-    for tier, nbytes in held.items():
-        seen.tiers.setdefault(tier, Held()).held[MOMENTS] = nbytes
+    seen.tiers = {tier: Held(now) for tier, now in held_by_tier(engine, held).items()}
 
     def before(stepping: torch.optim.Optimizer, *_: Any) -> None:
         if stepping is optimizer:
@@ -196,7 +194,6 @@ def measured(model: nn.Module, optimizer: torch.optim.Optimizer, recording: Reco
             "the recording holds no whole step: run at least one step, the optimizer's included,"
             " inside record()."
         )
-    moments = moments_by_tier(optimizer, engine)
     figures = memory_figures(engine.device)
     unused = figures.reserved_peak - figures.allocated_peak if figures is not None else 0
     offloaded = {tier: recording.peak(tier=tier) for tier in (HOST, NVME)}
@@ -213,7 +210,7 @@ def measured(model: nn.Module, optimizer: torch.optim.Optimizer, recording: Reco
         **({"io": recording.io} if moved else {}),
     }
     return Account(
-        rest=ordered({**engine.memory.now(), MOMENTS: moments.get(DEVICE, 0)}),
+        rest=held_by_tier(engine, moments_by_tier(optimizer, engine))[DEVICE],
         peak=ordered({**recording.peak(), FRAGMENTATION: unused}),
         ledger=recording.peak(ENGINE),
         offloaded={tier: held for tier, held in offloaded.items() if held},
