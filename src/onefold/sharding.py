@@ -29,7 +29,7 @@ from onefold.runtime.engine import Activations, Engine
 from onefold.runtime.flat import Entry, Flat, declare
 from onefold.runtime.gather import Gather
 from onefold.runtime.hooks import engine_of, engines, guard, install
-from onefold.runtime.hops import Hop, Native, Pairwise, Rows
+from onefold.runtime.hops import Hop, Pairwise, Rows
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
 from onefold.runtime.parameters.values import move_hooks
 from onefold.runtime.parts import whole_masters
@@ -276,9 +276,8 @@ class Capabilities:
         hop = flat.spec.hops[at]
         if flat.spec.encodes(hop):
             return Encoded(flat, at, engine)
-        by: dict[str, Any] = {"pairwise": Pairwise, "at once": Rows, "backend": Native}
-        made: Hop = by[flat.spec.added_by(hop)](flat, at, engine)
-        return made
+        made = Pairwise if flat.spec.added_by(hop) == "pairwise" else Rows
+        return made(flat, at, engine)
 
     def steppers(self, engine: Engine) -> list[Stepper]:
         """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py. The

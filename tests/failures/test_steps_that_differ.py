@@ -287,9 +287,9 @@ def other_orders_and_names(model: nn.Module, rank: int) -> None:
 def steps_without_passes(model: nn.Module, rank: int) -> None:
     optimizer = sgd(model)
     backward(model, 0)
-    for _ in range(200):
+    for _ in range(1000):
         optimizer.step()
-    assert len(onefold.engine_of(model).group.updates) < 600
+    assert len(onefold.engine_of(model).group.updates) < 5000
     three_steps(model, optimizer)
 
 

@@ -145,13 +145,18 @@ def waiting(m: Any, stage: int) -> None:
     onefold.unshard(m)
 
 
-def trained_though_encoded(m: Any, stage: int) -> None:
-    model: Any = TinyGPT().requires_grad_(False)
-    model.norm.requires_grad_(True)
-    onefold.shard(model, onefold.Recipe.zero(3, frozen="int8"))
-    model(tokens_of(0)).backward()
-    model.blocks[1].mlp[0].weight.requires_grad_(True)
-    model(tokens_of(0))
+def thawed(**options: Any) -> Any:
+    """A call that trains a weight which was frozen when another model was sharded."""
+
+    def call(m: Any, stage: int) -> None:
+        model: Any = TinyGPT().requires_grad_(False)
+        model.norm.requires_grad_(True)
+        onefold.shard(model, onefold.Recipe.zero(3, **options))
+        model(tokens_of(0)).backward()
+        model.blocks[1].mlp[0].weight.requires_grad_(True)
+        model(tokens_of(0))
+
+    return call
 
 
 SHAPE = ("'blocks.1.up.weight'", "replaced")
@@ -234,9 +239,14 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
     ),
     "half()": (after(lambda m: m.half()), ALL, CAST),
     "an encoded weight thawed": (
-        trained_though_encoded,
+        thawed(frozen="int8"),
         (3,),
         ("'blocks.1.mlp.0.weight' was frozen", "stored encoded"),
+    ),
+    "a weight on the host thawed": (
+        thawed(precision="bf16", offload_optimizer="cpu", offload_param="cpu"),
+        (3,),
+        ("'blocks.1.mlp.0.weight' was frozen", "without fp32 master weights"),
     ),
     # gradients
     "a step in a hook": (

@@ -46,7 +46,7 @@ import pickle
 import struct
 import time
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -93,6 +93,8 @@ from onefold.layout.holders import Mesh
 Parts = Sequence[tuple[int, torch.Tensor]]
 #: Bytes to other ranks; those of them to other nodes; what they were encoded from, 0 if they were not.
 Bytes = tuple[int, int, int]
+#: Lines of updates that are kept, the last ones, if no backward pass comes.
+UPDATES = 1 << 12
 _KINDS = (
     "owners",
     "all-gather",
@@ -145,7 +147,7 @@ class Shared:
         self.borders = ""
         self.ledger = TrafficLedger()
         self.heard: int | None = None
-        self.updates: list[str] = []
+        self.updates: deque[str] = deque(maxlen=UPDATES)
         self.broken: StallError | None = None
         self.launched: list[list[int]] = []
         self.chains = Chains()
@@ -293,7 +295,7 @@ class Group:
             shared.name_nodes(each)
             whole = cls(shared, ranks, each)
             if whole.native and has_streams(device):
-                shared.run_ahead = RunAhead(device, timeout, whole._lost)
+                shared.run_ahead = RunAhead(whole)
             whole._connect(parent=shared.communicators.given)
         except BaseException:
             shared.communicators.close()
@@ -687,7 +689,7 @@ class Group:
                 for work in works:
                     work.wait()
         except RuntimeError as error:
-            raise self._lost(context, time.perf_counter() - start, error) from None
+            raise self.lost(context, time.perf_counter() - start, error) from None
 
     def wait_for(
         self, mark: Any, context: CollectiveContext, event: TrafficEvent | None = None
@@ -722,9 +724,12 @@ class Group:
         try:
             yield
         except RuntimeError as error:
-            raise self._lost(context, 0.0, error) from None
+            raise self.lost(context, 0.0, error) from None
 
-    def _lost(self, context: CollectiveContext, waited: float, error: Exception) -> StallError:
+    def lost(self, context: CollectiveContext, waited: float, error: Exception) -> StallError:
+        """Return the error of a rank that has waited for `waited` seconds in vain, because of `error`.
+        The group is broken.
+        """
         shared, among = self.shared, ""
         if self.size < len(shared.ranks):
             among = f", among ranks {self.name}"

@@ -91,7 +91,7 @@ class TrafficLedger:
         self.reset()
 
     def reset(self) -> None:
-        self._sent: dict[tuple[str, str], Sent] = {}  # by move and unit
+        self.by_move_and_unit: dict[tuple[str, str], Sent] = {}
         self.control_bytes = 0
         self._exposed = 0.0
         self.events.clear()
@@ -103,7 +103,7 @@ class TrafficLedger:
             (event.move, event.unit),
             Sent(event.nbytes, event.between, event.plain or event.nbytes),
         )
-        self._sent[key] = _together((self._sent.get(key, Sent()), sent))
+        self.by_move_and_unit[key] = _together((self.by_move_and_unit.get(key, Sent()), sent))
         if self.wanted():
             self.events.append(event)
         return event
@@ -139,22 +139,15 @@ class TrafficLedger:
 
     def sent(self) -> Sent:
         """Return the payload bytes sent since the last reset."""
-        return _together(self._sent.values())
+        return _together(self.by_move_and_unit.values())
 
     def by_move_in_full(self) -> dict[str, Sent]:
         """Return bytes by move with those between nodes, and the same without codecs."""
         out: dict[str, Sent] = {}
-        for (move, _), sent in self._sent.items():
+        for (move, _), sent in self.by_move_and_unit.items():
             out[move] = _together((out.get(move, Sent()), sent))
         return out
 
     def by_move(self) -> dict[str, int]:
         """Return bytes by move; 'state' are those of saves, loads and full_params."""
         return {move: sent.nbytes for move, sent in self.by_move_in_full().items()}
-
-    def by_unit(self) -> dict[str, dict[str, int]]:
-        """Return bytes by unit, then by move."""
-        out: dict[str, dict[str, int]] = {}
-        for (move, unit), sent in self._sent.items():
-            out.setdefault(unit, {})[move] = sent.nbytes
-        return out

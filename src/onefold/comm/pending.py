@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from onefold.comm.ledger import TrafficEvent
@@ -349,19 +348,8 @@ _Wait = tuple[CollectiveContext, Any, Any]
 class RunAhead:
     """The marks before the units that a rank has queued. See [Note: two units ahead]."""
 
-    def __init__(
-        self,
-        device: torch.device,
-        timeout: float,
-        lost: Callable[[CollectiveContext, float, Exception], Exception],
-    ) -> None:
-        """
-        Args:
-            timeout: seconds that the device may be in one wait.
-            lost: returns the error of a rank that has waited in vain: (for what, seconds, why).
-        """
-        self.device, self.timeout, self.lost = device, timeout, lost
-        self._gave_up = False  # the group is broken: its next move raises
+    def __init__(self, group: Group) -> None:
+        self.group = group
         # (event, the device's waits that were queued before it and after the event before)
         self._marks: deque[tuple[Any, list[_Wait]]] = deque()
         self._waits: list[_Wait] = []
@@ -380,13 +368,15 @@ class RunAhead:
         Raises:
             StallError: the device waits for a collective for longer than the timeout.
         """
-        if self._gave_up or ((unit, phase) == self._last and not again):
+        device = self.group.device
+        # Of a broken group the next move raises
+        if self.group.broken is not None or ((unit, phase) == self._last and not again):
             return
         self._last = unit, phase
-        if capturing(self.device):  # the work runs at each replay, and nobody may ask for it now
+        if capturing(device):  # the work runs at each replay, and nobody may ask for it now
             return
         waits, self._waits = self._waits, []
-        self._marks.append((current_stream(self.device).record_event(), waits))
+        self._marks.append((current_stream(device).record_event(), waits))
         while len(self._marks) > AHEAD:
             self._reach(*self._marks[0])
             self._marks.popleft()
@@ -394,10 +384,10 @@ class RunAhead:
     def _reach(self, mark: Any, waits: list[_Wait]) -> None:
         if mark.query():
             return
-        while not reached(mark, self.timeout):
+        limit = self.group.timeout
+        while not reached(mark, limit):
             for context, before, behind in waits:
                 if before.query() and not behind.query():
-                    self._gave_up = True
-                    cause = f"the device waits for it, and the host asked for {self.timeout:.0f} s"
-                    raise self.lost(context, self.timeout, RuntimeError(cause))
+                    cause = f"the device waits for it, and the host asked for {limit:.0f} s"
+                    raise self.group.lost(context, limit, RuntimeError(cause))
             # Else the device computes, however long: no other rank is late

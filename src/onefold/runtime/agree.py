@@ -44,8 +44,6 @@ from onefold.memory import TierError
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
-#: Lines of updates that are kept in words, if no backward pass comes.
-_KEPT = 256
 #: Options that say how torch computes an update, not which.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 
@@ -112,13 +110,6 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
 
 
 # -- updates in words ------------------------------------------------------------------------------
-
-
-def note(updates: list[str], name: str, items: Iterator[str]) -> None:
-    """Note what `name` is about to do, of which `items` are the numbers."""
-    if len(updates) >= _KEPT:
-        updates[:] = [f"updates with the checksum {zlib.crc32(repr(sorted(updates)).encode()):08x}"]
-    updates += [name, *(f"{name} with {item}" for item in items)]
 
 
 def of_step(optimizer: Optimizer, members: Mapping[int, str]) -> Iterator[str]:

@@ -31,7 +31,7 @@ from onefold.memory import GRADIENTS, IDLE, MASTERS, PARAMETERS, MemoryLedger, P
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, NATIVE
-from onefold.runtime.agree import agree_on_failure, note
+from onefold.runtime.agree import agree_on_failure
 from onefold.runtime.boxes import find_boxes
 from onefold.runtime.buffers import Buffers, check_in_place, refuse_changes
 from onefold.runtime.differentiate import OpenPass, in_autograd, still_open
@@ -232,12 +232,9 @@ class Engine:
         self.reduce = Reducer(self)
         self.passes = Passes(self)
         for flat in self.flats:
-            at_rest = (
-                (Tier.DEVICE, "parameter", flat.spec.parameter_bytes),
-                (Tier.DEVICE, "master", flat.spec.master_bytes),
-                *flat.spec.offloaded,
-            )
-            for tier, kind, nbytes in at_rest:
+            memory.add(PARAMETERS, flat.spec.parameter_bytes, flat.unit_name)
+            memory.add(MASTERS, flat.spec.master_bytes, flat.unit_name)
+            for tier, kind, nbytes in flat.spec.offloaded:
                 if not tier.on_disk:  # regions of a disk are counted as they are made
                     category = MASTERS if kind == "master" else PARAMETERS
                     self.transfers.ledgers[tier].add(category, nbytes, flat.unit_name)
@@ -473,9 +470,11 @@ class Engine:
             )
 
     def note_update(self, name: str, items: Iterator[str]) -> None:
-        """Note what clipping or an optimizer is about to do, for the ranks to compare."""
+        """Note what clipping or an optimizer is about to do, of which `items` are the numbers, for the
+        ranks to compare.
+        """
         if not self.group.alone and self.step_count:  # before a first pass nothing has a gradient
-            note(self.group.updates, name, items)
+            self.group.updates += (name, *(f"{name} with {item}" for item in items))
 
     def tell_failure(self) -> None:
         """Raise the error of background work: the one not raised yet, or else the most recent."""

@@ -78,7 +78,7 @@ class Entry:
     unit: Unit
     info: ShardInfo
 
-    def __init__(self, found: Found, slot: Slot, index: int, flat: Flat, engine: Engine) -> None:
+    def __init__(self, found: Found, slot: Slot, index: int, flat: Flat) -> None:
         self.slot, self.index, self.names = slot, index, tuple(found.names)
         # The modules' own dictionaries rather than the modules: an engine must not keep its model
         # alive.
@@ -244,16 +244,14 @@ class Flat:
                 for f in found
             ),
             native=group.native,
-            rooms=tuple(f.room for f in found) if any(f.box is not None for f in found) else None,
+            rooms=tuple(f.room for f in found),
         )
         self.layout = spec.layout
         # With one rank and one dtype there is nothing to divide, gather or cast: the parameters
         # stay where they are.
         self.unsharded = spec.unsharded
-        by_name = {f.names[0]: f for f in found}  # a layout has an order of its own
-        self.entries = [
-            Entry(by_name[s.name], s, i, self, engine) for i, s in enumerate(self.layout.slots)
-        ]
+        pairs = zip(found, self.layout.slots, strict=True)
+        self.entries = [Entry(f, slot, i, self) for i, (f, slot) in enumerate(pairs)]
         self.empty = [entry for entry in self.entries if not entry.slot.numel]
         self.whole_master, self.resident = spec.whole_master, spec.resident
         # This rank's addresses: its part among the ranks of its group, and what its optimizer owns

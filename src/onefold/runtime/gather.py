@@ -484,17 +484,10 @@ class Gatherer:
         ahead, others = order.come_to(
             unit, not (unit.ungathered or (backward and unit.awaiting_backward))
         )
-        for other in (*others, unit):
-            self.join(other)
         # Their turn was before this one. The turn of a unit inside this one may still come
-        skipped = [
-            u
-            for u in ahead
-            if not (u.used or u in self.keeping or u.ungathered or u.unwanted)
-            and not unit.encloses(u)
-        ]
-        for other in skipped:
-            other.unwanted, other.awaiting_backward = True, False
+        skipped = [u for u in ahead if not (u.used or u.ungathered or unit.encloses(u))]
+        for other in (*others, *skipped, unit):
+            self.join(other)
         if backward:
             self._sweep()
             if order.walk:
@@ -544,9 +537,9 @@ class Gatherer:
         """
         if unit.ungathered:
             self.launch(unit)
-            unit.unwanted = True
-        elif unit.awaiting_backward:  # a backward pass went past it
-            unit.unwanted, unit.awaiting_backward = True, False
+        elif unit.used or unit in self.keeping:
+            return
+        unit.unwanted, unit.awaiting_backward = True, False  # until it is used
 
     def pass_by(self, unit: Unit) -> bool:
         """Join the gathers up to that of a unit that this rank does not use in this backward pass.

@@ -13,7 +13,7 @@ One `Hop` for each hop of each flat buffer, chosen once in `shard()`:
 |----------------|---------------|----------------------------------------|-----------------------------------------|
 | `Pairwise`     | here          | in messages between two ranks (gloo)   | here, in rank order                     |
 | `Rows`         | here          | in one all_to_all_single (NCCL)        | here, in rank order                     |
-| `Native`       | here          | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
+| `Rows`         | here          | in a reduce_scatter of the backend     | by the backend, in an order of its own  |
 | `Encoded`      | quant/encoded.py | encoded (qgZ)                          | here, decoded, in rank order            |
 
 [Note: a hop under way is a generator] `Hop.start` yields once, when its messages are launched. The
@@ -99,7 +99,7 @@ class Hop(ABC):
         first: the address at which the buffer begins.
         sent_bytes: of a buffer in the dtype of the wire. They are the same on all ranks, unlike those of
             a buffer in which a rank has added up gradients.
-        late: the mean's factor if this hop applies it to its sums, else 1.
+        adds: who adds the parts up. late: the mean's factor if this hop applies it to its sums, else 1.
         rooms: the buffers that it needs, by the dtype of what it reduces.
     """
 
@@ -115,7 +115,8 @@ class Hop(ABC):
         self.own = hop.own
         self.mine = slice(hop.index * hop.own, (hop.index + 1) * hop.own)
         self.sent_bytes = hop.span * self.wire.itemsize
-        scales = flat.scales_late and flat.spec.added_by(hop) != "backend"
+        self.adds = flat.spec.added_by(hop)
+        scales = flat.scales_late and self.adds != "backend"
         self.late = 1.0 / hop.size if scales else 1.0
         self.rooms = {d: flat.spec.exchange(at, d) for d in (self.wire, self.sums)}
 
@@ -264,28 +265,20 @@ class Rows(Hop):
         self, taken: list[torch.Tensor], rows: torch.Tensor, context: CollectiveContext
     ) -> tuple[Pending, list[torch.Tensor]]:
         """Send the parts, and receive them into `rows`. Returns also what is to be added then: this
-        rank's part stays where it is if it is in a wider dtype.
+        rank's part stays where it is if it is in a wider dtype. If the backend adds, in the dtype of
+        the wire, one row arrives.
         """
-        sent, mine, parts = taken[0], self.mine, list(rows)
+        sent, mine, parts, flat = taken[0], self.mine, list(rows), self.flat
+        if self.adds == "backend":
+            sent, scales = self.on_the_wire(taken), flat.scales_late
+            return self.group.reduce_scatter(sent, rows[0], context, flat.index, scales), parts
         if sent.dtype != self.wire:
             parts.insert(self.group.rank, sent[mine])
             before, behind = sent[: mine.start], sent[mine.stop :]
             sent = self.take(sent.numel() - self.own, self.wire, taken)
             sent[: mine.start].copy_(before)
             sent[mine.start :].copy_(behind)
-        return self.group.scatter_parts(sent, rows, context, self.flat.index), parts
-
-
-class Native(Rows):
-    """The backend adds the parts up and scales them, in the dtype of the wire: one row arrives."""
-
-    def launch(
-        self, taken: list[torch.Tensor], rows: torch.Tensor, context: CollectiveContext
-    ) -> tuple[Pending, list[torch.Tensor]]:
-        flat, sent = self.flat, self.on_the_wire(taken)
-        scales = flat.scales_late
-        pending = self.group.reduce_scatter(sent, rows[0], context, flat.index, scales)
-        return pending, [rows[0]]
+        return self.group.scatter_parts(sent, rows, context, flat.index), parts
 
 
 # -- sums ------------------------------------------------------------------------------------------

@@ -515,8 +515,9 @@ def steps_of(
         ]
     # Activations move as the model has them, which closed forms do not say
     moved = Counter[str]()
-    for unit, moves in engine.transfers.moved.by_unit().items():
-        moved.update(moves if unit != ACTIVATIONS else {})
+    for (move, unit), each in engine.transfers.moved.by_move_and_unit.items():
+        if unit != ACTIVATIONS:
+            moved[move] += each.nbytes
     # Broadcasts of rank 0's buffers are left out: they do not depend on the recipe
     sent = engine.traffic.by_move()
     return Account(
