@@ -181,8 +181,7 @@ class CopyStream:
         to wait for, because copies in flight hold too much of its memory; None for no wait.
         """
         while self._flying and self._flying[0].ticket.query():
-            if (first := self._flying.popleft()).holding:
-                first.let_go()
+            self._flying.popleft().let_go()
         holding = [flying for flying in self._flying if flying.holding]
         while not within(window, sum(f.nbytes for f in holding), (f.nbytes for f in holding)):
             first = holding.pop(0)

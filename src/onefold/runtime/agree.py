@@ -82,7 +82,7 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
             f"rank {group.ranks[group.rank]} found at the end of the backward pass of step"
             f" {context.step} that the ranks have stepped differently: " + difference(said)
         )
-    bits = iter(np.unpackbits(np.frombuffer(found, np.uint8)))
+    bits = iter(np.unpackbits(np.frombuffer(found, np.uint8)).tolist())
     engine.failure_agreed = bool(next(bits))
     used_anywhere = {e for e in engine.entries if next(bits)}
     late, gathered = ([u for u in units if next(bits)] for _ in range(2))
