@@ -26,7 +26,7 @@ from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
 from onefold.checkpoint.values import fits
 from onefold.comm import Group
-from onefold.optim.faced_states import policy_of, stored_as
+from onefold.optim.faced_states import policy_of
 from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
@@ -193,10 +193,9 @@ class Filling:
             if whole is not None and not whole.mine and (like or entry.region is None):
                 continue
             if like:
-                made = stored_as(optimizer, entry, item.state, dtype)
-                for key, kind in made.items():
-                    state[key] = parts.create_one(entry, key, kind)
-                values = made.get(item.state, torch.float32)
+                made = parts.create(entry, item.state, dtype)
+                state |= made
+                values = made[item.state].dtype if item.state in made else torch.float32
                 held = Held(entry, item.state, values, parts, *parts.held(entry))
                 if whole is None:
                     yield held, item

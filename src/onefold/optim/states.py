@@ -133,39 +133,34 @@ class OptimizerParts(HeldParts):
         """Write into states that `create` has made: values as they are, rounded, or packed. If they
         are packed, x is at a block boundary.
         """
-        entry = item.entry
-        if self.error is not None:
-            return
+        entry, key = item.entry, item.key
         with self.keeping_errors():
-            whole = self.owned(entry) is not None
-            stored = {item.key: values} if whole else self._stored(entry, item.key, values)
-            for key, new in stored.items() if x < y else ():
-                self.store(entry, key, x, y, new)
+            if x == y or self.error is not None:
+                return
+            how, new = policy_of(self.optimizer, entry, key), {key: values}
+            if how is not None and (format := how.of(entry)).packed:
+                values = values.to(entry.param.device, torch.float32)
+                packed = encode(format, values, SIGNED[key])
+                new = dict(zip(format.parts(key), packed, strict=True))
+            for name, part in new.items():
+                self.store(entry, name, x, y, part)
 
-    def create(self, item: StateItem) -> None:
-        """Create this rank's states for a load of `item`, in memory or on NVMe. They have the dtype
-        of the master weights, as torch's own load gives it to states.
-        """
-        with self.keeping_errors():
-            master = item.entry.flat.dtypes.master
-            dtype = master if master.is_floating_point else item.dtype
-            for key, kind in stored_as(self.optimizer, item.entry, item.key, dtype).items():
-                self.create_one(item.entry, key, kind)
-
-    def create_one(self, entry: Entry, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Create this rank's state `key` of `entry` where the step keeps it. On ranks that do not
-        own a matrix it has no elements, and is not the optimizer's.
+    def create(self, entry: Entry, key: str, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Create this rank's parts of the state `key` of `entry` where the step keeps them: in memory, or
+        on NVMe. On ranks that do not own a matrix they have no elements, and are not the optimizer's.
         """
         whole, how = self.owned(entry), policy_of(self.optimizer, entry)
-        if whole is not None:
-            shape, device = whole.matrix.shape if whole.mine else (0,), entry.param.device
-            made = torch.zeros(shape, dtype=dtype, device=device)
-        else:
-            small = how.small(entry) if how is not None else entry.param.dim() == 0
-            made = entry.flat.storage.new_state(entry, key, dtype, in_memory=small)
+        small = how.small(entry) if how is not None else entry.param.dim() == 0
+        out: dict[str, torch.Tensor] = {}
+        for name, kind in stored_as(self.optimizer, entry, key, dtype).items():
+            if whole is None:
+                out[name] = entry.flat.storage.new_state(entry, name, kind, in_memory=small)
+            else:
+                shape = whole.matrix.shape if whole.mine else (0,)
+                out[name] = torch.zeros(shape, dtype=kind, device=entry.param.device)
         if whole is None or whole.mine:
-            self.made.setdefault(entry, {})[key] = made
-        return made
+            self.made.setdefault(entry, {}).update(out)
+        return out
 
     def _states(self, entry: Entry) -> Mapping[str, Any]:
         return self.made.get(entry) or self.optimizer.state.get(entry.param) or {}
@@ -178,14 +173,6 @@ class OptimizerParts(HeldParts):
         names = [name for name in there if moment_of(name) == key]
         found = {name: self.stored(entry, name, x, y) for name in names}
         return moments.unpacked(found, key, y - x)
-
-    def _stored(self, entry: Entry, key: str, values: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return `values`, elements of the state `key` from a block's begin on, as they are stored."""
-        how = policy_of(self.optimizer, entry, key)
-        if how is None or not (format := how.of(entry)).packed:
-            return {key: values}
-        values = values.to(entry.param.device, torch.float32)
-        return dict(zip(format.parts(key), encode(format, values, SIGNED[key]), strict=True))
 
     @contextlib.contextmanager
     def keeping_errors(self) -> Iterator[None]:
@@ -473,23 +460,20 @@ def _heads(
     there = [(n, param) for n, param in numbered if n in state]
     kinds = kinds_of([(param.shape, state[n]) for n, param in there])
     for (number, (_, entry, _, shape)), kind_of in zip(there, kinds, strict=True):
-        state[number] = dict(state[number])
-        for key, value in state[number].items():
-            tensor, name = isinstance(value, torch.Tensor), "" if entry is None else entry.name
-            if tensor:
-                state[number][key] = value.cpu()
-            if entry is None:
-                continue
-            if kind_of[key] == "elements":
-                state[number][key] = value.dtype
-                continue
-            owned = parts.owned(entry) is not None and entry.region is None
-            cut = outline.divided or (tensor and value.numel() > 1 and entry.flat.storage.on_disk)
-            if tensor and value.ndim and cut and not owned:
-                raise ValueError(
-                    f"state {key!r} of parameter {number} ({name!r}) has shape {tuple(value.shape)},"
-                    f" expected {shape}: it is of another model."
-                )
+        state[number] = own = dict(state[number])
+        for key, value in own.items():
+            if entry is not None and kind_of[key] == "elements":
+                own[key] = value.dtype
+            elif isinstance(value, torch.Tensor):
+                own[key] = value.cpu()
+                owned = entry is None or (parts.owned(entry) is not None and entry.region is None)
+                if owned or not value.ndim:
+                    continue
+                if outline.divided or (value.numel() > 1 and entry.flat.storage.on_disk):
+                    raise ValueError(
+                        f"state {key!r} of parameter {number} ({entry.name!r}) has shape"
+                        f" {tuple(value.shape)}, expected {shape}: it is of another model."
+                    )
     return {**given, "state": state}
 
 
@@ -510,10 +494,11 @@ def _take(
         whole = parts.owned(entry) if state else None
         for key, value in list(state.items()):
             if isinstance(value, torch.dtype):
-                item = StateItem(entry, key, value)
-                parts.create(item)
+                with parts.keeping_errors():  # in the masters' dtype, as torch's own load gives it
+                    master = entry.flat.dtypes.master
+                    parts.create(entry, key, master if master.is_floating_point else value)
                 first = given["state"][number][key] if engine.rank == 0 else None
-                from_first(engine, parts, item, first)
+                from_first(engine, parts, StateItem(entry, key, value), first)
             if isinstance(value, torch.dtype) or (whole is not None and not whole.mine):
                 del state[key]
             elif isinstance(value, torch.Tensor):  # the caller's dict must not change
