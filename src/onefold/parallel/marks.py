@@ -49,11 +49,18 @@ class Marks:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._group, self._mesh = engine, engine.group, engine.mesh
-        self._device = engine.device
-        self._unknown = {e.number: e for e in engine.entries if e.flat.ranks.copies > 1}
-        self._seen: dict[int, torch.Tensor] = {}
+        self._unknown = [e for e in engine.entries if e.flat.ranks.copies > 1]
         self._next: int | None = None  # the step of the next look, counted from 0; None: the first
         self.open = bool(self._unknown)
+        self.forget()
+
+    def forget(self) -> None:
+        """Begin anew, with no gradient of any parameter: its count, its sum of squares, its products.
+        Also called after a backward pass that raised.
+        """
+        shape, device = (len(self._unknown), 2 + DRAWN), self._engine.device
+        self._numbers = torch.zeros(shape, dtype=torch.float64, device=device)
+        self._of = dict(zip(self._unknown, self._numbers, strict=True))
 
     def begin_backward(self) -> None:
         """Open the pass if it is one of a step to look at."""
@@ -61,28 +68,19 @@ class Marks:
 
     def note(self, entry: Entry, grad: torch.Tensor) -> None:
         """Note a gradient that has come, in a pass that is open."""
-        if entry.number not in self._unknown:
+        if (numbers := self._of.get(entry)) is None:
             return
-        numbers = self._nothing(grad.device)
         if entry.box is not None and entry.box.came_partial:
             numbers[0] = SAID
-        else:
-            # A random matrix is the product of a column and a row: so it is small
-            matrix = grad.reshape(-1, max(1, grad.shape[-1] if grad.ndim else 1)).to(torch.float64)
-            columns, rows = (_drawn(n, seed, matrix) for seed, n in enumerate(matrix.shape))
-            numbers[0], numbers[1] = 1, matrix.square().sum()
-            numbers[2:] = (matrix @ rows).mul_(columns).sum(0)
-        known = self._seen.get(entry.number)
-        self._seen[entry.number] = numbers if known is None else known + numbers
-
-    @staticmethod
-    def _nothing(device: torch.device) -> torch.Tensor:
-        """Return the numbers of no gradient: its count, its sum of squares, its products."""
-        return torch.zeros(2 + DRAWN, dtype=torch.float64, device=device)
-
-    def forget(self) -> None:
-        """Forget what a backward pass that raised has left."""
-        self._seen.clear()
+            return
+        # A random matrix is the product of a column and a row: so it is small
+        matrix = (
+            grad.detach().reshape(-1, max(1, grad.shape[-1] if grad.ndim else 1)).to(torch.float64)
+        )
+        columns, rows = (_drawn(n, seed, matrix) for seed, n in enumerate(matrix.shape))
+        numbers[0] += 1
+        numbers[1] += matrix.square().sum()
+        numbers[2:] += (matrix @ rows).mul_(columns).sum(0)
 
     def compare(self) -> None:
         """After gradients were reduced, or stay for a later reduction: compare, if that is due.
@@ -95,17 +93,15 @@ class Marks:
             return
         steps = self._engine.step_count  # with the one that ends here, if it does
         self._next, self.open = max(0, 2 * steps - 1), False
-        nothing = self._nothing(self._device)
-        mine = torch.stack([self._seen.get(number, nothing) for number in self._unknown])
-        self._seen.clear()
         context = self._engine.context("control", "(marks of parameters)")
-        table = self._group.gather_values(mine, context).cpu()
-        entries, self._unknown = [*self._unknown.values()], {}
-        if self._group.alone:
-            return
-        for i, entry in enumerate(entries):
-            if not self._is_right(entry, dict(zip(self._group.ranks, table[:, i], strict=True))):
-                self._unknown[entry.number] = entry
+        table = self._group.gather_values(self._numbers, context).cpu().unbind(1)
+        self._unknown = [
+            entry
+            for entry, numbers in zip(self._unknown, table, strict=True)
+            if not self._group.alone
+            and not self._is_right(entry, dict(zip(self._group.ranks, numbers, strict=True)))
+        ]
+        self.forget()
 
     def _is_right(self, entry: Entry, of_rank: dict[int, torch.Tensor]) -> bool:
         """Return whether its mark is known to be right; raise if it is wrong."""
