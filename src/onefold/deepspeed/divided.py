@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from onefold.comm import StallError
+from onefold.comm import StallError, as_bytes
 from onefold.device import available, default_device
 from onefold.runtime.parameters.operators import convert, operator_of
 from onefold.runtime.parameters.values import OF_AUTOGRAD
@@ -268,11 +268,6 @@ def leave(error: BaseException) -> None:
             agree(f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"[:500])
 
 
-def as_bytes(tensor: Tensor) -> Tensor:
-    """View the same memory as bytes, which every backend can send."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def _wire(device: torch.device) -> torch.device:
     """Return the device from which the backend can send a tensor on `device`."""
     # "cuda:nccl", also of a group that was made without naming a backend
@@ -294,6 +289,5 @@ def _refuse(what: str, args: Any) -> NoReturn:
 
 def shapes(params: Sequence[nn.Parameter]) -> str:
     """Describe the parameters for a message, by their shapes."""
-    sizes = [str(tuple(p.shape)) for p in params]
-    some = ", ".join(sizes[:3]) + (", ..." if len(sizes) > 3 else "")
-    return f"{'a parameter' if len(sizes) == 1 else f'{len(sizes)} parameters'} of shape {some}"
+    some = few([str(tuple(p.shape)) for p in params], 3)
+    return f"{'a parameter' if len(params) == 1 else f'{len(params)} parameters'} of shape {some}"

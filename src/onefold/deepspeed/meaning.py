@@ -50,6 +50,13 @@ _TUNING = ("zero_optimization.", "aio.", "data_types.keep_in_fp32_modules")
 _DECIDING = (
     "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "zero_optimization.offload_param.device",
 )  # fmt: skip
+#: {outcome: what is told of its keys at the start}
+_NOTED = {
+    "inert": "accepted, without effect",
+    "unknown": "unknown, without effect",
+    "auto": '"auto" counts as not set, since nothing fills it in here',
+}
+_ADAMS = (torch.optim.Adam, torch.optim.AdamW)
 #: DeepSpeed's default of sub_group_size, at which it divides nothing.
 _WHOLE = 1e9
 _MOST_THREADS = 64
@@ -121,9 +128,9 @@ class DeepSpeedConfig:
         # The names of DeepSpeed's object
         self.zero_optimization_stage, self.zero_enabled = zero.stage, zero.stage > 0
         self.fp16_enabled, self.bfloat16_enabled = fp16.enabled, bf16.enabled
-        self.optimizer_name = None if self.optimizer is None else self.optimizer.given.lower()
-        self.optimizer_params = None if root.optimizer is None else root.optimizer.params
-        self.scheduler_name = None if self.scheduler is None else self.scheduler.name
+        self.optimizer_name = self.optimizer and self.optimizer.given.lower()
+        self.optimizer_params = root.optimizer and root.optimizer.params.given
+        self.scheduler_name = self.scheduler and self.scheduler.given
         self.world_size = ranks or (0 if only_recipe else world_size_of(None))
         if not only_recipe or (
             ranks and (root.train_batch_size or root.train_micro_batch_size_per_gpu)
@@ -270,7 +277,7 @@ class DeepSpeedConfig:
         steps come out many times too large.
         """
         fp16, bf16 = self.root.fp16, self.root.bf16
-        adam = self.optimizer is not None and self.optimizer.name in ("Adam", "AdamW")
+        adam = self.optimizer is not None and issubclass(self.optimizer.kind, _ADAMS)
         short = bf16.enabled and bf16.bf16_optimizer_states
         masters = "fp16" if fp16.enabled and fp16.fp16_master_weights_and_grads else None
         if bf16.enabled and bf16.bf16_master_weights_and_grads:
@@ -327,7 +334,7 @@ class DeepSpeedConfig:
         unless the file says otherwise.
         """
         arguments = dict(self.recipe_arguments)
-        adam = isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW))
+        adam = isinstance(optimizer, _ADAMS)
         if adam and "master_dtype" in arguments and not self.bf16.bf16_optimizer_states:
             arguments["moments"] = "fp32"
         try:
@@ -376,25 +383,13 @@ class DeepSpeedConfig:
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences to show once at the start of a run: what has no effect, and the remarks."""
-        by_reason: dict[str, list[str]] = {}
+        told: dict[tuple[str, str], list[str]] = {}
         for o in self.outcomes:
-            if o.outcome == "inert":
-                by_reason.setdefault(o.why, []).append(o.path)
-        lines = [
-            f"accepted, without effect: {', '.join(paths)} (because {why})"
-            for why, paths in by_reason.items()
-        ]
-        for begin, paths in (
-            ("unknown, without effect", [o.path for o in self.outcomes if o.outcome == "unknown"]),
-            ('"auto" counts as not set, since nothing fills it in here', self._left()),
-        ):
-            lines += [f"{begin}: {', '.join(paths)}"] if paths else []
+            if o.outcome in _NOTED and (o.outcome != "auto" or _is_left(o)):
+                why = f" (because {o.why})" if o.why else ""
+                told.setdefault((_NOTED[o.outcome], why), []).append(o.path)
+        lines = [f"{begin}: {', '.join(paths)}{why}" for (begin, why), paths in told.items()]
         return (*lines, *self.remarks)
-
-    def _left(self) -> list[str]:
-        """Return the paths at "auto" of keys that would have an effect."""
-        left = (o for o in self.outcomes if o.outcome == "auto" and o.value == "auto")
-        return [o.path for o in left if not o.why]
 
     def undecided(self, *settled: str) -> list[str]:
         """Return the paths at "auto" that decide what is trained, and that nothing else decides.
@@ -402,12 +397,17 @@ class DeepSpeedConfig:
         Args:
             settled: beginnings of paths that the caller decides.
         """
-        left = self._left()
+        left = [o.path for o in self.outcomes if _is_left(o)]
         other = {"bf16": ("fp16.",), "fp16": ("bf16.",)}.get(self.precision or "", ())
         enough = self.train_batch_size is not None and sum(path in BATCH for path in left) == 1
         settled = (*settled, *other, *(BATCH if enough else ()))
         deciding = [p for p in left if p in _DECIDING or not p.startswith(_TUNING)]
         return [p for p in deciding if not p.startswith(settled)]
+
+
+def _is_left(key: Outcome) -> bool:
+    """Whether a key that would have an effect is at "auto"."""
+    return key.outcome == "auto" and key.value == "auto" and not key.why
 
 
 def _written(arguments: Mapping[str, Any]) -> str:

@@ -42,7 +42,7 @@ from torch import nn
 
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset
 from onefold.deepspeed.schedules import SCHEDULES
-from onefold.deepspeed.schema import Named
+from onefold.deepspeed.schema import Named, Params
 from onefold.optim.muon import MuonWithAdamW
 from onefold.recipe.optimizers import KNOWN, OF_DEEPSPEED
 from onefold.wording import did_you_mean
@@ -82,13 +82,13 @@ class Spec:
     """What to make.
 
     Attributes:
-        name: a class of torch.optim, Lion, one of DeepSpeed's schedules, or a class of
-            torch.optim.lr_scheduler.
+        kind: a class of torch.optim, Lion, `MuonWithAdamW`, one of DeepSpeed's schedules, or a class
+            of torch.optim.lr_scheduler.
         params: its arguments, without the parameters or the optimizer; those of `make_muon` for "Muon".
         given: its name in the file.
     """
 
-    name: str
+    kind: Any
     params: dict[str, Any]
     given: str
 
@@ -109,19 +109,19 @@ def optimizer_of(section: Named) -> Spec:
     """Raises: DeepSpeedConfigError: an unknown optimizer, one that cannot be sharded, or unknown
     params. NotImplementedError: a variant that torch does not have.
     """
-    given, params = section.type, section.params
+    given = section.type
     row = KNOWN.get(given.lower())
     names = {name.lower(): name for name in OF_DEEPSPEED}
     if (name := names.get(given.lower())) is None:
         why = f"{row.refused}." if row is not None else did_you_mean(given, OF_DEEPSPEED)
         raise DeepSpeedConfigError(f"optimizer.type={given!r} cannot be used: {why}")
-    if "max_grad_norm" in params:
+    if "max_grad_norm" in section.params.given:
         raise DeepSpeedConfigError(
             'optimizer.params.max_grad_norm: write "gradient_clipping" at the top level instead.'
         )
     is_adam = name in ("Adam", "AdamW")
     known = _OF_MUON if name == "Muon" else inspect.signature(optimizer_class(name)).parameters
-    params = _checked("optimizer", params, [*known, *(_OF_ADAM if is_adam else ())])
+    params = _checked("optimizer", section.params, [*known, *(_OF_ADAM if is_adam else ())])
     for key, (only, why) in _NOT_BUILT.items():
         if bool(params.get(key, only)) != only:
             raise NotImplementedError(f"optimizer.params.{key}: {why}; leave it out.")
@@ -137,43 +137,40 @@ def optimizer_of(section: Named) -> Spec:
         params = {key: value for key, value in params.items() if key not in _OF_ADAM}
     if name == "Lion":  # DeepSpeed's defaults
         params = {"lr": 1e-3, "betas": (0.9, 0.999)} | params
-    return Spec(name, params, given)
+    return Spec(MuonWithAdamW if name == "Muon" else optimizer_class(name), params, given)
 
 
 def schedule_of(section: Named) -> Spec:
     """Raises: DeepSpeedConfigError: an unknown schedule, or unknown or missing params."""
-    known = inspect.signature(schedule_class(section.type)).parameters
+    given = section.type
+    if given in ("OneCycle", "LRRangeTest"):
+        raise DeepSpeedConfigError(
+            f"scheduler.type={given!r} is not built: give initialize a function as lr_scheduler=, such"
+            " as lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr,"
+            " total_steps)."
+        )
+    kind: Any = SCHEDULES.get(given) or getattr(torch.optim.lr_scheduler, given, None)
+    if not (isinstance(kind, type) and hasattr(kind, "get_last_lr")):
+        raise DeepSpeedConfigError(
+            f"scheduler.type={given!r}: expected a class of torch.optim.lr_scheduler, or one of"
+            f" DeepSpeed's. {did_you_mean(given, SCHEDULES)}"
+        )
+    known = inspect.signature(kind).parameters
     params = _checked("scheduler", section.params, known)
     for name, parameter in [*known.items()][1:]:  # without the optimizer
         if parameter.default is parameter.empty and name not in params:
             raise DeepSpeedConfigError(f"scheduler.params.{name} is not set: write a value.")
-    return Spec(section.type, params, section.type)
+    return Spec(kind, params, given)
 
 
-def schedule_class(name: str) -> Any:
-    if name in ("OneCycle", "LRRangeTest"):
-        raise DeepSpeedConfigError(
-            f"scheduler.type={name!r} is not built: give initialize a function as lr_scheduler=, such"
-            " as lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr,"
-            " total_steps)."
-        )
-    found = SCHEDULES.get(name) or getattr(torch.optim.lr_scheduler, name, None)
-    if not (isinstance(found, type) and hasattr(found, "get_last_lr")):
-        raise DeepSpeedConfigError(
-            f"scheduler.type={name!r}: expected a class of torch.optim.lr_scheduler, or one of"
-            f" DeepSpeed's. {did_you_mean(name, SCHEDULES)}"
-        )
-    return found
-
-
-def _checked(section: str, given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+def _checked(section: str, params: Params, known: Iterable[str]) -> dict[str, Any]:
     """Return the params that are set. An unknown one raises, since they are passed on as arguments."""
-    for name in given:
+    for name in params.given:
         if name not in (names := [*known]):
             raise DeepSpeedConfigError(
                 f"{section}.params.{name}: there is no such key. {did_you_mean(name, names)}"
             )
-    return {name: value for name, value in given.items() if not is_unset(value)}
+    return {name: value for name, value in params.given.items() if not is_unset(value)}
 
 
 # -- Muon ----------------------------------------------------------------------------------------

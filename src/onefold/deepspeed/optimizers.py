@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from onefold.deepspeed.named import optimizer_class, optimizer_of
-from onefold.deepspeed.schema import Named
+from onefold.deepspeed.named import optimizer_of
+from onefold.deepspeed.schema import Named, Params
 
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
@@ -107,10 +107,10 @@ class _Made(metaclass=_Kind):
         params = options.pop("model_params", params)
         if "adamw_mode" in options:
             options["adam_w_mode"] = options.pop("adamw_mode")
-        spec = optimizer_of(Named(type=cls.type, params={"lr": lr, **options}))
-        kind: Any = optimizer_class(spec.name)
-        groups = _groups(params, inspect.signature(kind).parameters)
-        return count(kind(groups, **spec.params), cls.__name__)
+        given = Params.model_validate({"lr": lr, **options})
+        spec = optimizer_of(Named(type=cls.type, params=given))
+        groups = _groups(params, inspect.signature(spec.kind).parameters)
+        return count(spec.kind(groups, **spec.params), cls.__name__)
 
 
 class FusedAdam(_Made):

@@ -27,7 +27,7 @@ from typing import Any, Literal, get_args
 from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
 
-from onefold.deepspeed.schema import Inert, Later, Named, Root, Section
+from onefold.deepspeed.schema import Inert, Later, Params, Root, Section
 from onefold.reading import parse_json
 
 __all__ = ["DeepSpeedConfigError"]
@@ -210,11 +210,7 @@ def _outcomes(
             yield Outcome(path, value, "refused", wrong[path])
         elif isinstance(value, Mapping) and inner is not None:
             yield from _outcomes(inner, value, f"{path}.", wrong)
-        elif isinstance(value, Mapping) and key == "params" and section is Named:
-            for option, chosen in value.items():
-                kind = "auto" if is_unset(chosen) else "served"
-                yield Outcome(f"{path}.{option}", chosen, kind)  # type: ignore[arg-type]
-        elif field is None:
+        elif field is None and section is not Params:
             hint = _meant(key, fields)
             yield Outcome(path, value, "refused" if hint else "unknown", hint)
         elif is_unset(value):

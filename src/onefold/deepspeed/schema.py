@@ -268,12 +268,20 @@ class Checkpoint(Section):
     tag_validation: Annotated[Literal["ignore", "warn", "fail"], _lower] = "warn"
 
 
+class Params(Section):
+    """The arguments of an optimizer or a schedule, which named.py checks."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        return self.model_extra or {}
+
+
 class Named(Section):
     """An optimizer or a schedule."""
 
     unread = {INSIDE: "legacy_fusion"}
     type: str
-    params: dict[str, Any] = {}
+    params: Params = Params()
 
 
 class Root(Section):

@@ -32,7 +32,7 @@ import onefold
 from onefold.deepspeed.engine import DeepSpeedEngine
 from onefold.deepspeed.leaves import mark_configured
 from onefold.deepspeed.meaning import BATCH, DeepSpeedConfig, refuse_auto, world_size_of
-from onefold.deepspeed.named import make_muon, optimizer_class, schedule_class
+from onefold.deepspeed.named import make_muon
 from onefold.deepspeed.optimizers import count_as
 from onefold.deepspeed.precision import mark_for_the_wire
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
@@ -43,6 +43,7 @@ from onefold.deepspeed.zero import ParameterOffload, mark
 from onefold.device import available, default_device, of_local_rank, set_default
 from onefold.hosts import stream_to_vllm
 from onefold.layout import LOW
+from onefold.optim.muon import MuonWithAdamW
 from onefold.optim.states import meet
 from onefold.reading import StrPath
 from onefold.recipe import COMPUTE_DTYPES, Recipe
@@ -156,8 +157,7 @@ def initialize(
     if callable(schedule):
         schedule = schedule(made)
     elif schedule is None and settings.scheduler is not None and made is not None:
-        named = settings.scheduler
-        schedule = schedule_class(named.name)(made, **named.params)
+        schedule = settings.scheduler.kind(made, **settings.scheduler.params)
     engine = DeepSpeedEngine(model, settings, made, schedule, collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
@@ -345,18 +345,19 @@ def _optimizer(
                 " of parameters."
             )
         return given(parameters)
-    if settings.optimizer is None:
+    named = settings.optimizer
+    if named is None:
         return None
     if not parameters:
         raise ValueError(
-            f"the configuration names the optimizer {settings.optimizer.given!r}, but no parameter of"
+            f"the configuration names the optimizer {named.given!r}, but no parameter of"
             ' the model requires a gradient: leave "optimizer" out to evaluate alone, or unfreeze'
             " some."
         )
-    if settings.optimizer.name == "Muon":
-        return make_muon(model, parameters, settings.optimizer.params)
-    made: Any = optimizer_class(settings.optimizer.name)
+    if named.kind is MuonWithAdamW:
+        return make_muon(model, parameters, named.params)
     try:
-        return made(parameters, **settings.optimizer.params)
+        made: torch.optim.Optimizer = named.kind(parameters, **named.params)
+        return made
     except TypeError as error:
         raise ValueError(f"optimizer.params: {error}.") from error
