@@ -60,11 +60,18 @@ class _Beside:
 
 
 def _step(name: str, context: str) -> Any:
-    """Return the method that runs a step of the module under a context of the precision plugin."""
+    """Return the method that runs a step as a forward pass of the module, under a context of the
+    precision plugin.
+    """
 
     def run(self: Strategy, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
         with getattr(self.precision_plugin, context)():
-            return self._run(name, args, kwargs)
+            if name == "training_step" and not module.automatic_optimization:
+                # Manual optimization runs backward passes and steps inside, so it cannot be one
+                # forward pass: each call of a submodule is a pass of its own.
+                return module.training_step(*args, **kwargs)
+            return self._forward_redirection(module, module, name, *args, **kwargs)
 
     return run
 
@@ -206,14 +213,6 @@ class Strategy(DDPStrategy):
     validation_step = _step("validation_step", "val_step_context")
     test_step = _step("test_step", "test_step_context")
     predict_step = _step("predict_step", "predict_step_context")
-
-    def _run(self, step: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self._module()
-        if step == "training_step" and not module.automatic_optimization:
-            # Manual optimization runs backward passes and steps inside, so it cannot be one forward
-            # pass: each call of a submodule is a pass of its own.
-            return getattr(module, step)(*args, **kwargs)
-        return self._forward_redirection(module, module, step, *args, **kwargs)
 
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any
