@@ -665,9 +665,9 @@ FAULTS = [
     Fault(
         "front ends",
         "engine.backward divides by the accumulation steps twice",
-        "deepspeed/passes.py",
-        "return 1.0 if _Divided.calls else 1.0 / engine.gradient_accumulation_steps()",
-        "return 1.0 / engine.gradient_accumulation_steps()",
+        "deepspeed/engine.py",
+        "return 1.0 if self._dividing else 1.0 / self.gradient_accumulation_steps()",
+        "return 1.0 / self.gradient_accumulation_steps()",
         ["tests/ds/test_engine_passes.py"],
     ),
     Fault(

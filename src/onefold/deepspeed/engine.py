@@ -6,8 +6,19 @@ sharded module.
     no_sync  no_sync   -   sync     sync     clip, optimizer, zero_grad, schedule
 
 `step()` is called after every micro-batch, and steps the optimizer at the boundary only. The engine
-follows the passes of its module (passes.py), so scripts may also call the module itself, and a
-loss's own `backward()`.
+follows the passes of its module, so scripts may also call the module itself, and a loss's own
+`backward()`:
+
+| the backward pass                          | its gradients are                                        |
+|--------------------------------------------|----------------------------------------------------------|
+| `engine.backward(loss)`                    | left alone: the loss was divided, and scaled in fp16     |
+| `other.backward(loss)` of another engine   | left alone: that engine has divided the loss             |
+| `engine.scale(loss).backward()`            | divided by the accumulation steps                        |
+| `loss.backward()`                          | divided by the accumulation steps; refused in fp16       |
+| `torch.autograd.grad(loss, ...)`           | returned as they are                                     |
+
+All of it is decided once a backward pass, at its beginning. The core tells when that is
+(runtime/engine.py), also on one rank, where `initialize` asks for flat buffers.
 
 | gradients are reduced                    | stages 0 and 1                    | stages 2 and 3                    |
 |------------------------------------------|-----------------------------------|-----------------------------------|
@@ -23,7 +34,9 @@ import contextlib
 import logging
 import math
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +48,13 @@ import onefold
 from onefold.checkpoint.together import Together
 from onefold.deepspeed import checkpoints
 from onefold.deepspeed.meaning import DeepSpeedConfig
-from onefold.deepspeed.passes import EngineMisuse, Passes
 from onefold.deepspeed.precision import LossScaler, context_of, scale_gradients
 from onefold.deepspeed.schema import FP16
 from onefold.deepspeed.state import whole_in, write_whole
 from onefold.device import available
 from onefold.reading import StrPath
 from onefold.recipe import COMPUTE_DTYPES
+from onefold.runtime.engine import Engine
 from onefold.wording import few
 
 logger = logging.getLogger("onefold")
@@ -89,6 +102,29 @@ _NOT_SERVED: Mapping[str, str] = {
 }
 
 
+#: Calls a function at the end of the backward pass that runs.
+_at_end: Any = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class EngineMisuse(RuntimeError, AssertionError):
+    """A call of an engine that cannot be followed in its present state. DeepSpeed asserts in some
+    places and raises RuntimeError in others, by version. Scripts that catch either are served. Some
+    compare the words: a message has those of DeepSpeed where it says the same.
+    """
+
+
+def _let_go(runtime: weakref.ref[Engine], follower: Any) -> None:
+    """Follow the passes over a module no longer, unless another engine has taken it over."""
+    if (core := runtime()) is not None and core.follower is follower:
+        core.follower = None
+
+
+def _begin_scaled(engine: Any, _: Tensor) -> None:
+    """A backward pass begins with a scaled loss."""
+    engine._scaled = True
+    _at_end(partial(setattr, engine, "_scaled", False))
+
+
 class NoScalarLoss(ValueError, AssertionError):
     """What was given as a loss is no scalar with a graph."""
 
@@ -116,6 +152,8 @@ class DeepSpeedEngine(nn.Module):
     loss_scaler: LossScaler | None
     _norm: Tensor | None
     _step_applied: bool
+    #: How many calls of any engine's `backward` run now: their losses have been divided.
+    _dividing = 0
 
     def __init__(
         self,
@@ -136,6 +174,9 @@ class DeepSpeedEngine(nn.Module):
         # The block that holds gradients back: "no_sync" or "coalesce_grad_reduction"
         self._held = ""
         self._stepping = self._step_applied = self.keeps_gradients = False
+        # Whether `.grad` holds the gradients of the last step, which the next pass drops; how many
+        # backward passes ran since; whether one runs that began with a scaled loss
+        self._stepped, self._since_step, self._scaled = False, 0, False
         self._norm = None
         runtime = onefold.engine_of(module)
         self.global_rank, self.world_size, self.device = (
@@ -147,7 +188,9 @@ class DeepSpeedEngine(nn.Module):
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if optimizer is not None:
             (self.loss_scaler or LossScaler(FP16(loss_scale=1))).show_on(optimizer)
-        self._passes = Passes(self)
+        # Weak, so that an engine goes with its last reference; not registered as a submodule
+        follower = weakref.proxy(self, partial(_let_go, weakref.ref(runtime)))
+        runtime.follower = self.__dict__["_follower"] = follower
 
     # -- the three calls ---------------------------------------------------------------------------
 
@@ -187,8 +230,13 @@ class DeepSpeedEngine(nn.Module):
         _check_loss("backward", loss)
         loss = loss / self.settings.gradient_accumulation_steps if scale_wrt_gas else loss
         scaled = loss if self.loss_scaler is None else loss.float() * self.loss_scaler.scale
-        with self._passes.of_engine():
+        before, self._scaled = self._scaled, True
+        DeepSpeedEngine._dividing += 1
+        try:
             scaled.backward(retain_graph=retain_graph, create_graph=create_graph)
+        finally:
+            DeepSpeedEngine._dividing -= 1
+            self._scaled = before
         return loss
 
     def scale(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
@@ -205,12 +253,9 @@ class DeepSpeedEngine(nn.Module):
         _check_loss("scale", loss)
         if self.loss_scaler is None:
             return loss
-        return self._passes.follow_scaled(loss.float() * self.loss_scaler.scale)
-
-    @property
-    def scales_loss(self) -> bool:
-        """Whether backward passes need a scaled loss: not if the scale is fixed at 1."""
-        return self.dynamic_loss_scale() or self.cur_scale != 1
+        scaled = loss.float() * self.loss_scaler.scale
+        scaled.register_hook(partial(_begin_scaled, weakref.proxy(self)))
+        return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count this micro-batch. At the boundary, clip, step the optimizer, clear the gradients
@@ -259,9 +304,9 @@ class DeepSpeedEngine(nn.Module):
         if not overflow:
             self.optimizer.step()
             self._step_applied = True
-        passes, self._passes.since_step = self._passes.since_step, 0
-        self._passes.stepped = self.keeps_gradients and not overflow
-        if not self._passes.stepped:
+        passes, self._since_step = self._since_step, 0
+        self._stepped = self.keeps_gradients and not overflow
+        if not self._stepped:
             self.module.zero_grad()
         if overflow:
             self.skipped_steps += 1
@@ -305,8 +350,47 @@ class DeepSpeedEngine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients. `step` or the next forward pass does this; see `keeps_gradients`."""
-        self._passes.stepped = False
+        self._stepped = False
         self.module.zero_grad(set_to_none)
+
+    # -- what the core asks in every pass (runtime/engine.py) --------------------------------------
+
+    @property
+    def synchronizes(self) -> bool:
+        """Whether a backward pass that runs now ends with reduced gradients, if the recipe does not
+        reduce in every pass.
+        """
+        return self._held != "coalesce_grad_reduction" and self.is_gradient_accumulation_boundary()
+
+    def forward_begins(self) -> None:
+        self._scaled = False  # a backward pass that raised did not come to its end
+        self._drop_stepped()
+
+    def backward_begins(self) -> float:
+        """Note that a backward pass begins. Returns what its gradients are multiplied with.
+
+        Raises:
+            EngineMisuse: fp16 needs a scaled loss, and nothing has scaled this one.
+        """
+        self._drop_stepped()
+        # A scale that is fixed at 1 needs none
+        if (self.dynamic_loss_scale() or self.cur_scale != 1) and not self._scaled:
+            raise EngineMisuse(
+                "Loss scaling is required in fp16, and nothing has scaled the loss of this backward"
+                " pass: call engine.backward(loss), or engine.scale(loss).backward(), in place of"
+                " loss.backward()."
+            )
+        self._since_step += 1
+        return 1.0 if self._dividing else 1.0 / self.gradient_accumulation_steps()
+
+    def _drop_stepped(self) -> None:
+        if not self._stepped:
+            return
+        self.zero_grad()
+        # The core asks with torch functions off, where `.grad` shows nothing to drop to a rank that
+        # owns no element of a parameter. It must not go on believing that others have a gradient.
+        for entry in onefold.engine_of(self.module).entries:
+            entry.graded_elsewhere = False
 
     # -- when gradients are reduced ----------------------------------------------------------------
 
@@ -331,13 +415,6 @@ class DeepSpeedEngine(nn.Module):
         """
         self._refuse_unmanaged("set_gradient_accumulation_boundary()")
         self._is_gradient_accumulation_boundary = is_boundary
-
-    @property
-    def reduces_now(self) -> bool:
-        """Whether a backward pass that runs now ends with reduced gradients, if the recipe does not
-        reduce in every pass.
-        """
-        return self._held != "coalesce_grad_reduction" and self.is_gradient_accumulation_boundary()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -547,9 +624,7 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """Release the optimizer, the schedule and the data loader; the module stays usable."""
-        core = onefold.engine_of(self.module)
-        if core.follower is self._passes:  # no other engine has taken the module over
-            core.follower = None
+        _let_go(weakref.ref(onefold.engine_of(self.module)), self._follower)
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
     def set_lr(self, lr: float) -> None:
