@@ -50,7 +50,6 @@ from onefold.deepspeed import checkpoints
 from onefold.deepspeed.meaning import DeepSpeedConfig
 from onefold.deepspeed.precision import LossScaler, context_of, scale_gradients
 from onefold.deepspeed.schema import FP16
-from onefold.deepspeed.state import whole_in, write_whole
 from onefold.device import available
 from onefold.reading import StrPath
 from onefold.recipe import COMPUTE_DTYPES
@@ -552,10 +551,10 @@ class DeepSpeedEngine(nn.Module):
         Raises:
             CheckpointError: rank 0 could not write it (raised on every rank).
         """
-        whole = whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
+        whole = checkpoints.whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters)
         with Together.of(onefold.engine_of(self.module)).each_rank():
             if self.global_rank == 0:
-                write_whole(whole, Path(save_dir) / save_filename)
+                checkpoints.write_whole(whole, Path(save_dir) / save_filename)
         return True
 
     #: The former name
@@ -570,13 +569,15 @@ class DeepSpeedEngine(nn.Module):
         Other ranks get an empty dict: with None, `save_pretrained` would call `state_dict()`.
         Without frozen parameters it has those that peft writes beside adapters.
         """
-        return whole_in(self.module, self.compute_dtype(), exclude_frozen_parameters, True)
+        return checkpoints.whole_in(
+            self.module, self.compute_dtype(), exclude_frozen_parameters, True
+        )
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """Return the whole model in fp32 on rank 0, and an empty dict elsewhere. Every rank must
         call it. See `onefold.full_state_dict`.
         """
-        return whole_in(self.module, torch.float32, exclude_frozen_parameters)
+        return checkpoints.whole_in(self.module, torch.float32, exclude_frozen_parameters)
 
     def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: str, rank: int = 0) -> str:
         """Return the folder of a checkpoint's optimizer states: one folder holds all of it."""

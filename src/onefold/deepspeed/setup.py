@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.deepspeed.checkpoints import whole_in
 from onefold.deepspeed.engine import DeepSpeedEngine
 from onefold.deepspeed.leaves import mark_configured
 from onefold.deepspeed.meaning import BATCH, DeepSpeedConfig, refuse_auto, world_size_of
@@ -37,7 +38,6 @@ from onefold.deepspeed.optimizers import count_as
 from onefold.deepspeed.precision import mark_for_the_wire
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
 from onefold.deepspeed.serving import serving
-from onefold.deepspeed.state import whole_in
 from onefold.deepspeed.utilities import get_local_rank, join
 from onefold.deepspeed.zero import ParameterOffload, mark
 from onefold.device import available, default_device, of_local_rank, set_default

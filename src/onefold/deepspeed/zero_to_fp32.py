@@ -20,8 +20,8 @@ import onefold
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.loading import source_of
 from onefold.checkpoint.source import Item, Source
+from onefold.deepspeed.checkpoints import write_whole
 from onefold.deepspeed.reader import named_in
-from onefold.deepspeed.state import write_whole
 from onefold.deepspeed.zero import INSIDE
 from onefold.reading import StrPath
 from onefold.recipe.options import bytes_of
