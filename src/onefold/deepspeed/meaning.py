@@ -86,8 +86,8 @@ class DeepSpeedConfig:
     Args:
         config: a dict, the path of a JSON file, the same JSON in URL-safe base64, or what `read`
             returned.
-        ranks: number of data-parallel ranks; None takes those of the process group.
-        only_recipe: batch sizes may be left out; without `ranks` they are not checked.
+        ranks: number of data-parallel ranks, for which batch sizes are checked if there are any; 0
+            checks none. None takes those of the process group, and wants batch sizes.
 
     Raises:
         DeepSpeedConfigError: the configuration contradicts itself.
@@ -102,7 +102,6 @@ class DeepSpeedConfig:
         mesh_device: Any = None,
         *,
         ranks: int | None = None,
-        only_recipe: bool = False,
     ) -> None:
         if mpu is not None or mesh_device is not None:
             raise NotImplementedError(
@@ -131,10 +130,9 @@ class DeepSpeedConfig:
         self.optimizer_name = self.optimizer and self.optimizer.given.lower()
         self.optimizer_params = root.optimizer and root.optimizer.params.given
         self.scheduler_name = self.scheduler and self.scheduler.given
-        self.world_size = ranks or (0 if only_recipe else world_size_of(None))
-        if not only_recipe or (
-            ranks and (root.train_batch_size or root.train_micro_batch_size_per_gpu)
-        ):
+        self.world_size = world_size_of(None) if ranks is None else ranks
+        sized = root.train_batch_size or root.train_micro_batch_size_per_gpu
+        if ranks is None or (ranks and sized):
             self._configure_train_batch_size()
         steps = root.steps_per_print
         self.steps_per_print = None if steps is None or math.isinf(steps) else int(steps)
@@ -449,7 +447,7 @@ def recipe_from(config: Any, world_size: int | None = None) -> Recipe:
             the recipe.
         NotImplementedError: the configuration asks for a capability that is not built.
     """
-    read = DeepSpeedConfig(config, ranks=world_size, only_recipe=True)
+    read = DeepSpeedConfig(config, ranks=world_size or 0)
     refuse_auto([path for path in read.undecided() if path.startswith(OF_RECIPES)])
     served = (o.path for o in read.outcomes if o.outcome == "served")
     beside = (path for path in served if not path.startswith((*OF_RECIPES, "aio.")))
@@ -473,7 +471,7 @@ def explain(config: Any, world_size: int | None = None) -> Explanation:
     """Explain each key of a configuration. Batch sizes are checked for `world_size` ranks, if given."""
     found = read(config)
     try:
-        meant = DeepSpeedConfig(found, ranks=world_size, only_recipe=True)
+        meant = DeepSpeedConfig(found, ranks=world_size or 0)
     except (ValueError, NotImplementedError) as error:
         alone = all(o.outcome != "refused" for o in found.outcomes)
         return Explanation(found.outcomes, str(error) if alone else None)

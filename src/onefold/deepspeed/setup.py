@@ -131,7 +131,7 @@ def initialize(
     join(dist_init_required, distributed_port)
     chosen = None if model_parameters is None else list(model_parameters)
     given = _configuration(args, config, config_params, optimizer, chosen)
-    settings = DeepSpeedConfig(given, ranks=world_size_of(group), only_recipe=True)
+    settings = DeepSpeedConfig(given, ranks=world_size_of(group))
     beside = {"optimizer.": optimizer, "scheduler.": lr_scheduler}
     left = settings.undecided(*(part for part, value in beside.items() if value is not None))
     refuse_auto([path for path in left if path.startswith(_DECIDING)] if serving() else left)

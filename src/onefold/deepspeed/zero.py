@@ -130,7 +130,7 @@ class Init:
         given = config_dict_or_path if config_dict_or_path is not None else config
         self.dtype, self._checks = dtype, False
         if given is not None:
-            read = DeepSpeedConfig(given, only_recipe=True)
+            read = DeepSpeedConfig(given, ranks=0)
             self._checks = read.enable_sanity_checks
             if dtype is None:
                 self.dtype = COMPUTE_DTYPES[read.precision] if read.precision else torch.float32
