@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from onefold.runtime.differentiate import in_autograd, keep_from_compiler, mapped, still_open
+from onefold.runtime.differentiate import in_autograd, keep_from_compiler, mapped
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Unit
 from onefold.runtime.parameters.parameter import (
@@ -87,12 +87,8 @@ class _Around:
             return t.to(self.cast_to) if t.dtype in _FLOATS else t
 
     def after(self, _: nn.Module, args: Any, output: Any) -> Any:
+        # Also when the forward pass raised an Exception: then the call that began the pass is over
         return None if self.engine.closed else self.engine.passes.leave(sys._getframe(1), output)
-
-    def always(self, _: nn.Module, args: Any, output: Any) -> None:
-        # Runs after `after`, and also when the forward pass raised an Exception
-        if not self.engine.closed:
-            still_open(self.engine.passes.stack)
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self  # the parameters refuse it, with their names
@@ -106,12 +102,11 @@ def install(engine: Engine, unit: Unit, module: nn.Module, part: bool = False) -
     module is a part of the root unit's (an encoder, an embedding), which may be called by itself.
     """
     hooks = _Around(engine, unit, part)
-    for hook in (_Around.before, _Around.after, _Around.always):
+    for hook in (_Around.before, _Around.after):
         keep_from_compiler(hook)
     engine.handles += [
         module.register_forward_pre_hook(hooks.before, prepend=True, with_kwargs=True),
-        module.register_forward_hook(hooks.after),
-        module.register_forward_hook(hooks.always, always_call=True),
+        module.register_forward_hook(hooks.after, always_call=True),
     ]
 
 

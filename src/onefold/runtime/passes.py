@@ -142,31 +142,39 @@ class Passes:
     def leave(self, call: FrameType, output: Any) -> Any:
         """End the forward pass of a unit's module after its call, which has this frame, has returned
         `output`. Returns the output with copies of the tensors that lie in gathered buffers; None if
-        the call began no pass.
+        the call began no pass, or has raised.
         """
         this = next((this for this in still_open(self.stack) if this.call is call), None)
         if this is None:
             return None
-        unit, outermost, graph = this.unit, this.outermost, self._graph
         with disable_torch_function():
-            self._no_longer_uses(this)
-            if outermost:
-                output = copied_out(output, self.gather.by_storage)
-            if torch.is_grad_enabled() and graph is not None:
-                if outermost:
-                    graph.by_hand = self._kept_by_hand()
-                self._watch(output, graph, unit, whole=this is self.stack[0])
-            if not unit.in_use and not this.recompute:
-                keep_writes(unit)
-            if outermost:  # other modules may have written to these after their own forward
-                for borrowed in self._borrowed:
-                    keep_writes(borrowed)
-            if not unit.in_use and (not this.recompute or unit.looks_up_only):
-                self.gather.after_forward(unit, output)
-            if outermost:
-                self._end_forward(this, aborted=False)
+            try:
+                output = self._returned(this, output)
+            except Exception:
+                self.abort(this)
+                raise
             self._close(this)
             return output
+
+    def _returned(self, this: OpenPass, output: Any) -> Any:
+        unit, outermost, graph = this.unit, this.outermost, self._graph
+        self._no_longer_uses(this)
+        if outermost:
+            output = copied_out(output, self.gather.by_storage)
+        if torch.is_grad_enabled() and graph is not None:
+            if outermost:
+                graph.by_hand = self._kept_by_hand()
+            self._watch(output, graph, unit, whole=this is self.stack[0])
+        if not unit.in_use and not this.recompute:
+            keep_writes(unit)
+        if outermost:  # other modules may have written to these after their own forward
+            for borrowed in self._borrowed:
+                keep_writes(borrowed)
+        if not unit.in_use and (not this.recompute or unit.looks_up_only):
+            self.gather.after_forward(unit, output)
+        if outermost:
+            self._end_forward(aborted=False)
+        return output
 
     def abort(self, this: OpenPass) -> None:
         """Clean up after the forward pass of a unit's module raised."""
@@ -178,7 +186,7 @@ class Passes:
                 if this.beside is not here.passes:  # hooks on saved tensors are a thread's own
                     self.gather.hooks = self.engine.activations.hooks = None
                 try:
-                    self._end_forward(this, aborted=True)
+                    self._end_forward(aborted=True)
                 except Exception:
                     self._close(this)
                     raise
@@ -262,7 +270,7 @@ class Passes:
         if of_model:
             engine.buffers.before_pass()
 
-    def _end_forward(self, this: OpenPass, aborted: bool) -> None:
+    def _end_forward(self, aborted: bool) -> None:
         engine, graph = self.engine, self._graph
         graded = torch.is_grad_enabled()
         self._borrowed.clear()
@@ -365,37 +373,53 @@ class Passes:
             if reduces:
                 self.reduce.begin_backward()
 
-    def _end_backward(self) -> None:
-        engine, reduce = self.engine, self.reduce
+    def _end_backward(self, pending: bool = False) -> None:
+        """End a backward pass. `pending`: what waits for the boundary is reduced, whether or not a
+        gradient has come now.
+        """
+        engine, reduce, used = self.engine, self.reduce, pending
         with disable_torch_function(), torch.no_grad():
-            used = False
             if not engine.differentiating:
                 for unit in self.units:  # some of their gradients did not come
                     reduce.store(unit)
                 self.gather.join_rest(self.gather.backward)
-                used = bool(reduce.used)
+                used = used or bool(reduce.used)
                 if used and not engine.deferring:
-                    self._reduce_rest(learn=True)
+                    reduce.launch_rest()
+                    agree_and_finish(engine, learn=not pending)
+                    engine.step_count += 1
+                    if (
+                        not engine.optimizer_seen
+                    ):  # code may step by itself, and some ranks own nothing
+                        for flat in engine.flats:
+                            flat.bumps += flat.travels
                 if engine.deferring or engine.holding:
                     engine.pending = True
                 elif used:
                     engine.pending = False
             if used or (engine.differentiating and not engine.creates_graph):
                 engine.graphs -= self.reached
-            self._finish(used)
+            engine.early.join()
+            self._let_go()
+            engine.transfers.gradients_are_down()
+            engine.wait_if_given_out()
+            self._look()
+            for unit in self.units:
+                unit.gradients = set()
+            if used and reduce.marks is not None:
+                reduce.marks.compare()
 
     def reduce_pending(self) -> None:
         """Reduce the gradients that wait for the boundary, as the backward pass of the boundary
         would have. Collective. `Engine.sync` must hold.
         """
-        with disable_torch_function(), torch.no_grad():
-            if self.engine.backward_open:  # a backward pass raised before it came to its end
+        engine = self.engine
+        with disable_torch_function():
+            if engine.backward_open:  # a backward pass raised before it came to its end
                 self.reset()
-            self.engine.backward_open, self.engine.factor = True, 1.0
+            engine.backward_open, engine.factor = True, 1.0
             self.reduce.begin_backward()
-            self.engine.pending = False
-            self._reduce_rest(learn=False)
-            self._finish(True)
+            self._end_backward(pending=True)
 
     def reset(self) -> None:
         """Clean up after a forward or backward pass that raised."""
@@ -404,25 +428,6 @@ class Passes:
         self.engine.graphs.clear()
         self.engine.pending = False
         self._let_go()
-
-    def _reduce_rest(self, learn: bool) -> None:
-        self.reduce.launch_rest()
-        agree_and_finish(self.engine, learn)
-        self.engine.step_count += 1
-        if not self.engine.optimizer_seen:  # code may step by itself, and some ranks own nothing
-            for flat in self.engine.flats:
-                flat.bumps += flat.travels
-
-    def _finish(self, reduced: bool) -> None:
-        self.engine.early.join()
-        self._let_go()
-        self.engine.transfers.gradients_are_down()
-        self.engine.wait_if_given_out()
-        self._look()
-        for unit in self.units:
-            unit.gradients = set()
-        if reduced and self.reduce.marks is not None:
-            self.reduce.marks.compare()
 
     def _let_go(self) -> None:
         self.reached.clear()
