@@ -31,7 +31,6 @@ from onefold.runtime.gather import Gather
 from onefold.runtime.hooks import engine_of, engines, guard, install
 from onefold.runtime.hops import Hop, Pairwise, Rows
 from onefold.runtime.parameters.parameter import ShardedParameter, disable_torch_function
-from onefold.runtime.parameters.values import move_hooks
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.state.checks import (
     compare_copies,
@@ -131,7 +130,7 @@ def shard(
         engine.buffers.start()
         if values:
             unset = engine.uninitialized
-            unset.note((unit, modules_of(spec, specs)) for spec, unit in bound)
+            unset.note(engine.entries, module)
             unset.given(names)
             unset.look()
         # Everything is there: what follows passes, steps, and the model's end
@@ -221,12 +220,13 @@ def _make_plain(engine: Engine) -> None:
             wholes += [(entry, flat.view(full, entry).clone()) for entry in flat.entries]
         # What needs memory is done: from here on the model changes
         for entry, whole in wholes:
-            move_hooks(entry.compute, entry.param, lambda hook: getattr(hook, "users", None))
-            entry.param.grad = None
-            entry.param.data = whole
-            _unwrap(entry.param)
-            if entry.param.dtype != entry.declared:
-                declare(entry.param, entry.declared)
+            leaf, param = entry.compute, entry.param
+            param._backward_hooks, leaf._backward_hooks = leaf._backward_hooks, None
+            param.grad = None
+            param.data = whole
+            _unwrap(param)
+            if param.dtype != entry.declared:
+                declare(param, entry.declared)
         for handle in engine.handles:
             handle.remove()
         engine.handles.clear()

@@ -33,7 +33,6 @@ from torch.utils._pytree import tree_leaves
 from onefold.comm import StallError, as_bytes
 from onefold.device import available, default_device
 from onefold.runtime.parameters.operators import convert, operator_of
-from onefold.runtime.parameters.values import OF_AUTOGRAD
 from onefold.runtime.state.start import KEEPER
 from onefold.wording import few
 
@@ -77,7 +76,7 @@ class _Divided:
     ) -> Any:
         kwargs = kwargs or {}
         op = operator_of(func)
-        if (op.about_itself and op.name != "detach") or op.name in OF_AUTOGRAD:
+        if (op.about_itself or op.asks) and op.name != "detach":
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if op.name == "data__set__" and isinstance(args[0], DividedParameter):

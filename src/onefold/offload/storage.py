@@ -70,7 +70,7 @@ from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
 from onefold.runtime.agree import agree_on_failure
-from onefold.runtime.parameters.values import state_place, storageless
+from onefold.runtime.parameters.values import elsewhere, storageless
 from onefold.runtime.storage import Storage, state_shape
 
 if TYPE_CHECKING:
@@ -418,7 +418,9 @@ class NvmeStorage(OffloadStorage):
         if in_memory:
             return super().new_state(entry, key, dtype, in_memory)
         self.region(state_kind(key, dtype), dtype)
-        return state_place(state_shape(entry, key), dtype)
+        place = torch.empty(state_shape(entry, key), dtype=dtype, device="meta")
+        made: torch.Tensor = elsewhere(place, "a state of the optimizer")
+        return made
 
     # -- masters -----------------------------------------------------------------------------------
 

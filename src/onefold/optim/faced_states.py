@@ -180,7 +180,7 @@ class FacedStates(PlainStates):
                 ):
                     continue
                 if isinstance(value, Elsewhere):
-                    value.spec = spec.of(str(name))
+                    value.__dict__["_onefold_spec"] = spec.of(str(name))
                 else:
                     state[name] = dress(value, spec.of(str(name)))
             self.dressed.append((spec, state))

@@ -104,7 +104,7 @@ class Box:
             pieces = self.packed.get(dim)
             self.unfolded += [size] if pieces is None else [pieces, size // pieces]
         self.largest = self._region([0] * kind.mesh.ndim).numel  # the first ranks have it
-        self.came_partial = self.settled = self.on_meta = False
+        self.came_partial = self.on_meta = False
 
     @property
     def divided(self) -> bool:
@@ -177,14 +177,14 @@ class Box:
 
     def settle(self, leaf: torch.Tensor) -> None:
         """Bring the gradient that has come to `leaf` into the placements of the parameter, by the
-        table of [Note: gradients of DTensors], once: before the user's hooks, or the engine's.
+        table of [Note: gradients of DTensors].
         """
         from torch.distributed.tensor import Replicate
 
         grad: Any = leaf.grad
-        if grad is None or self.settled:
+        if grad is None:
             return
-        self.settled, wanted, factor = True, [], 1
+        wanted, factor = list[Any](), 1
         for i, (own, came) in enumerate(zip(self.kind.placements, grad.placements, strict=True)):
             if divides(own):
                 wanted.append(own)

@@ -46,14 +46,12 @@ def mapped(value: Any, change: Callable[[torch.Tensor], Any], objects: int = 0) 
     if isinstance(value, (list, tuple, set)):
         parts = [mapped(v, change, objects) for v in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
-    if type(value) is dict:
-        return {k: mapped(v, change, objects) for k, v in value.items()}
-    if objects:
+    if type(value) is dict or objects:
         out = copy.copy(value)
         for k, v in value.items() if isinstance(value, dict) else vars(value).items():
             # An output of transformers: its items are attributes too
             put = out.__setitem__ if isinstance(value, dict) else partial(object.__setattr__, out)
-            put(k, mapped(v, change, objects - 1))
+            put(k, mapped(v, change, objects and objects - 1))
         return out
     return value
 

@@ -9,7 +9,7 @@ import itertools
 import weakref
 import zlib
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from onefold.runtime.parameters.parameter import (
     put,
     set_requires_grad,
 )
-from onefold.runtime.parameters.values import hook_gradient, move_hooks, on_leaf
+from onefold.runtime.parameters.values import hook_gradient
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import Found, UnitSpec, keeps_dtype, rests_encoded
 
@@ -356,7 +356,9 @@ class Flat:
         else:
             entry.local = entry.released.data  # a version counter of its own
             entry.compute = entry.box.leaf(entry.local, entry.slot.start, entry.active)
-        move_hooks(old, entry.compute, partial(on_leaf, entry))
+        # The same dicts, so that the handles that the user holds still remove hooks
+        entry.compute._backward_hooks, old._backward_hooks = old._backward_hooks, None
+        entry.param._post_accumulate_grad_hooks = old._post_accumulate_grad_hooks
         old.__dict__.pop("_onefold_dtypes", None)
         # One dictionary for both: a forward pass sees the attributes that anybody puts on a
         # parameter, now or later

@@ -132,10 +132,6 @@ class Reducer:
     def arrived(self, entry: Entry) -> None:
         """Autograd has put the complete gradient of `entry` on the whole parameter."""
         unit, flat, engine = entry.unit, entry.flat, self.engine
-        if entry.box is not None:
-            with disable_torch_function(), torch.no_grad():
-                entry.box.settle(entry.compute)
-                entry.box.settled = False
         if not engine.backward_open or engine.differentiating:
             engine.passes.event(True)
         if flat.grad is None:

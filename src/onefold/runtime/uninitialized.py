@@ -30,7 +30,7 @@ from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.comm import Group
-    from onefold.runtime.flat import Entry, Unit
+    from onefold.runtime.flat import Entry
 
 
 T = TypeVar("T", bound=torch.Tensor)
@@ -112,18 +112,13 @@ class Uninitialized:
     def __bool__(self) -> bool:
         return bool(self._left)
 
-    def note(self, units: Iterable[tuple[Unit, Iterable[tuple[str, nn.Module]]]]) -> None:
-        """Note all parameters and buffers of units, given with their modules."""
-        for unit, modules in units:
-            self._left += [(e.names, partial(self._is_blank, e)) for e in unit.entries]
-            for name, owner in modules:
-                self._left += [
-                    (
-                        [f"{name}.{key}" if name else key],
-                        partial(_buffer_is_blank, owner._buffers, key),
-                    )
-                    for key in owner._buffers
-                ]
+    def note(self, entries: Iterable[Entry], root: nn.Module) -> None:
+        """Note all parameters, and all buffers of a model."""
+        self._left = [(e.names, partial(self._is_blank, e)) for e in entries]
+        for name, module in root.named_modules():
+            for key in module._buffers:
+                names = [f"{name}.{key}" if name else key]
+                self._left.append((names, partial(_buffer_is_blank, module._buffers, key)))
 
     def _is_blank(self, entry: Entry) -> bool:
         """Whether this rank has elements of a parameter, and none has a value."""

@@ -77,8 +77,9 @@ class Operator:
         self.name, self.run, self.writes = name, run, writes
         questions = (of_shape, of_itself)
         self.about_itself = run in questions or name == "detach" or name.endswith("_like")
-        # Tensors may be made of the elements of others
-        self.asks = run in questions and name not in ("data_ptr", "new", "new_tensor")
+        # Tensors may be made of the elements of others. What autograd knows by a node needs none
+        asks = run in questions and name not in ("data_ptr", "new", "new_tensor")
+        self.asks = asks or name in _OF_AUTOGRAD
 
     def writes_with(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call with these keywords changes its first argument, or `out`."""
@@ -178,12 +179,10 @@ def on_lists(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
     """Run a `_foreach_` function on lists with intervals, item by item."""
     bases = [spec_of(t) for t in args[0]]
 
-    def part(value: Any, base: IntervalSpec | None) -> Any:
-        return whole_of(value, op.name) if base is None else part_of(value, base)
-
     def parts(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and tensors_in(value):
-            return list(map(part, value, bases))
+            pairs = zip(value, bases, strict=False)  # torch says if a list is shorter
+            return [whole_of(t, op.name) if s is None else part_of(t, s) for t, s in pairs]
         return whole_of(value, op.name)  # a number for all
 
     out = func(*map(parts, args), **whole_of(kwargs, op.name))
@@ -243,10 +242,6 @@ def _broadcast(shapes: list[torch.Size]) -> torch.Size | None:
 
 
 # -- views -----------------------------------------------------------------------------------------
-
-
-def iterate(op: Operator, func: Any, args: Any, kwargs: Any) -> Any:
-    return iter(on_whole(op, _T.unbind, args, kwargs))
 
 
 def _seen(func: Any, args: Any, kwargs: Any) -> Any:
@@ -489,8 +484,6 @@ EXCEPTIONS: dict[str, Run] = {
         reduce: "sum mean max min amax amin any all count_nonzero",
         norm: "norm linalg_vector_norm linalg_norm _foreach_norm",
         # Syntax of Python, not operators
-        iterate: "__iter__",
-        on_whole: "__getitem__",
         set_item: "__setitem__",
         formatted: "__format__",
         set_data: "data__set__",
@@ -502,6 +495,9 @@ EXCEPTIONS: dict[str, Run] = {
     for name in words(names)
 }
 
+_OF_AUTOGRAD = words(
+    "grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook"
+)
 #: Modules of torch whose functions in Python compute with their arguments alone.
 _MODULES = {
     f"torch.{name}"

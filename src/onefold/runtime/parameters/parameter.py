@@ -42,7 +42,8 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from contextlib import nullcontext
+from functools import cache
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -77,14 +78,13 @@ from onefold.runtime.parameters.operators import (
     words,
 )
 from onefold.runtime.parameters.values import (
-    CALLS,
     Elsewhere,
     arriving,
     elsewhere,
     give_data,
     give_grad,
     given_out,
-    register,
+    register_hook,
     seen_grad,
     storageless_error,
     wait_before_write,
@@ -239,7 +239,13 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if op.run is call_python:
         return call_python(op, func, args, kwargs)
     if not op.asks and any(isinstance(t, Elsewhere) for t in tensors_in((args, kwargs))):
-        return Elsewhere.__torch_function__(func, (), args, kwargs)
+        into = (args[:1], kwargs.get("out")) if op.writes_with(kwargs) else ()
+        written = {id(t) for t in tensors_in(into)}
+
+        def brought(t: torch.Tensor) -> torch.Tensor:
+            return t.bring(op, id(t) in written) if isinstance(t, Elsewhere) else t
+
+        return func(*mapped(args, brought), **mapped(kwargs, brought))
     first = args[0] if args else None
     param = first if isinstance(first, ShardedParameter) else None
     with disable_torch_function():
@@ -301,7 +307,8 @@ def _handed_out(op: Operator, param: ShardedParameter, whole: Any) -> Any:
     return out
 
 
-Interval.__torch_function__ = ShardedParameter.__torch_function__  # type: ignore[method-assign]
+for _face in (Interval, Elsewhere):
+    _face.__torch_function__ = ShardedParameter.__torch_function__  # type: ignore[method-assign]
 
 
 def bare(params: Iterable[nn.Parameter], faced: bool = False) -> None:
@@ -347,14 +354,20 @@ WRAPPED = (
 )
 _DDP = "torch.nn.parallel.distributed"
 _FIRST = ("input", "self", "tensor", "x", "A")  # names of first arguments
+#: Functions that take parameters as `inputs`.
+CALLS = {torch.autograd.grad, torch.autograd.backward}
 #: Operations on the optimizer's object itself, also inside a forward pass.
 _OWN: dict[str, Any] = {
-    **dict.fromkeys(words("_version requires_grad__set__ requires_grad_ __hash__ _grad")),
+    **dict.fromkeys(
+        words(
+            "_version requires_grad__set__ requires_grad_ __hash__ _grad"
+            " register_post_accumulate_grad_hook"
+        )
+    ),
     "grad": seen_grad,
     "grad__set__": give_grad,
     "data__set__": give_data,
-    "register_hook": partial(register, post=False),
-    "register_post_accumulate_grad_hook": partial(register, post=True),
+    "register_hook": register_hook,
 }
 
 
@@ -467,11 +480,15 @@ def call_autograd(func: Any, args: Any, kwargs: Any) -> Any:
                     " Use loss.backward() and read `.grad`, or torch.autograd.grad with respect to"
                     " activations."
                 )
+    args, kwargs = mapped((args, kwargs), leaf_of)
+    released = any(isinstance(t, Elsewhere) for t in tensors_in((args, kwargs)))
+    with disable_torch_function() if released else nullcontext():  # it would come here again
+        return func(*args, **kwargs)
 
-    def leaf(t: torch.Tensor) -> torch.Tensor:
-        return t if (entry := entry_of(t)) is None else entry.compute
 
-    return func(*mapped(args, leaf), **mapped(kwargs, leaf))
+def leaf_of(t: torch.Tensor) -> torch.Tensor:
+    """Return the whole parameter, which autograd knows, of a sharded one; any other tensor itself."""
+    return t if (entry := entry_of(t)) is None else entry.compute
 
 
 # -- outside a pass --------------------------------------------------------------------------------
@@ -503,12 +520,6 @@ def compute_outside(func: Any, args: Any, kwargs: Any, entries: Iterable[Entry])
             alone.append(unit)
     gathers = [engine.gather for engine in engines]
 
-    def whole(t: torch.Tensor) -> torch.Tensor:
-        if (entry := entry_of(t)) is not None:
-            return entry.compute
-        gathered: torch.Tensor = whole_of(t, "an operation with gradients")
-        return gathered
-
     def returned(t: torch.Tensor) -> torch.Tensor:
         """A copy of what lies in a gathered buffer; a view of the parameter itself, as `p.float()`
         returns it: a hook that the user registers on the result must not stay on the parameter.
@@ -517,7 +528,7 @@ def compute_outside(func: Any, args: Any, kwargs: Any, entries: Iterable[Entry])
             t = t.view_as(t)
         return t.clone() if any(is_in(gather.by_storage, t) for gather in gathers) else t
 
-    args, kwargs = mapped((args, kwargs), whole)
+    args, kwargs = whole_of(mapped((args, kwargs), leaf_of), "an operation with gradients")
     with saving(gathers, stays=False):
         out = mapped(func(*args, **kwargs), returned)
     for engine, alone in engines.items():
@@ -576,7 +587,10 @@ class Whole(nn.Parameter):
         return self
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
-        return register(self, hook, post=True)
+        """Register it on the optimizer's object, with which the engine calls it."""
+        entry = entry_of(self)
+        on: Any = super() if entry is None else entry.param
+        return on.register_post_accumulate_grad_hook(hook)
 
     def set_(self, source: Any = None, *place: Any, **options: Any) -> Any:
         """Set the tensor; do nothing, not even count a write, if `source` is the tensor itself.
@@ -596,6 +610,8 @@ class Released(Elsewhere, Whole):
     of a Function, a list. At its first use it is gathered again, and then is a `Whole`. Code that
     does not ask a tensor's class (TorchScript, custom operators) must read `module.weight` anew.
     """
+
+    _onefold_faced = False  # like `Whole`
 
     def bring(self, op: Operator, written: bool) -> nn.Parameter:
         """Return it with memory; outside passes, the optimizer's object, which serves code there.

@@ -5,7 +5,7 @@ writes, and tensors whose elements are elsewhere.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +14,6 @@ from onefold.runtime.differentiate import (
     in_autograd,
     in_forward,
     keep_hooks_from_compiler,
-    mapped,
-    tensors_in,
 )
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
@@ -32,11 +30,8 @@ from onefold.runtime.parameters.interval import (
 )
 from onefold.runtime.parameters.operators import (
     Operator,
-    of_shape,
-    operator_of,
     part_of,
     whole_of,
-    words,
 )
 
 if TYPE_CHECKING:
@@ -56,28 +51,12 @@ class Elsewhere(torch.Tensor):
     (`Released`), or not reduced (`Unreduced`).
 
     A kernel that is given a tensor without memory may read address 0. So this answers questions that
-    need no elements, and brings the elements, or raises, for all others. With a `spec` it shows the
-    shape of the whole.
+    need no elements, and brings the elements, or raises, for all others (`dispatch` in parameter.py).
+    With a spec it shows the shape of the whole.
     """
 
+    _onefold_faced = True
     what = "a tensor"
-    spec: IntervalSpec | None = None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        op, kwargs = operator_of(func), kwargs or {}
-        if op.asks or op.name in OF_AUTOGRAD or func in CALLS:  # autograd knows them by their nodes
-            with disable_torch_function():
-                if op.run is of_shape and (spec := getattr(args[0], "spec", None)) is not None:
-                    args = (spec.stand_in(args[0].dtype), *args[1:])
-                return func(*args, **kwargs)
-        into = (args[:1], kwargs.get("out")) if op.writes_with(kwargs) else ()
-        written = {id(t) for t in tensors_in(into)}
-        args, kwargs = mapped(
-            (args, kwargs),
-            lambda t: t.bring(op, id(t) in written) if isinstance(t, Elsewhere) else t,
-        )
-        return func(*args, **kwargs)
 
     def bring(self, op: Operator, written: bool) -> torch.Tensor:
         """Return the elements, which `op` asks for, or writes to (`written`)."""
@@ -85,14 +64,6 @@ class Elsewhere(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Elsewhere({self.what}, without elements here)"
-
-
-#: Functions that take parameters as `inputs`.
-CALLS = {torch.autograd.grad, torch.autograd.backward}
-#: Operations that need no values, besides questions.
-OF_AUTOGRAD = words(
-    "grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook"
-)
 
 
 class Unreduced(Elsewhere):
@@ -105,7 +76,7 @@ class Unreduced(Elsewhere):
 
     def bring(self, op: Operator, written: bool) -> torch.Tensor:
         zeroes = op.name in ("zero_", "_foreach_zero_")
-        if not zeroes and (written or self.spec is not None):
+        if not zeroes and (written or spec_of(self) is not None):
             raise unreduced_error(op.name, self.what)
         return self.value
 
@@ -123,7 +94,7 @@ def elsewhere(
 ) -> Any:
     """Make `t`, a fresh tensor without memory, an `Elsewhere`. `what` describes it in messages."""
     t.__class__ = over(kind, type(t))
-    t.what, t.spec = what, spec  # type: ignore[attr-defined]
+    t.__dict__ |= {"what": what, "_onefold_spec": spec}
     return t
 
 
@@ -132,14 +103,6 @@ def storageless(like: torch.Tensor, what: str, kind: type[Elsewhere] = Elsewhere
     out = torch.empty_like(like.detach())
     out.untyped_storage().resize_(0)
     return elsewhere(out, what, spec_of(like), kind)
-
-
-def state_place(shape: Any, dtype: torch.dtype) -> Elsewhere:
-    """Return what stands in `optimizer.state` for a state on NVMe."""
-    place: Elsewhere = elsewhere(
-        torch.empty(shape, dtype=dtype, device="meta"), "a state of the optimizer"
-    )
-    return place
 
 
 def storageless_error(called: str, what: str) -> StoragelessError:
@@ -286,15 +249,21 @@ def give_data(param: Any, value: torch.Tensor) -> None:
             return  # on every rank, as copies of it are made anew on all of them or on none
         wait_before_write(param)
         local = value if spec is None else part_of(value, spec)
-        # The master may have more bits than `value`, which is in the declared dtype. Where `value`
-        # equals the rounded master, the master stays: assigning back what was read changes nothing
-        if local.dtype != param.dtype:
-            local = torch.where(local == param.to(local.dtype), param, local.to(param.dtype))
+        local = refined(param, local)
         if now := given_out(param):
             kept = param.detach().clone()
             for old in now:
                 old.data = kept
         param.copy_(local)
+
+
+def refined(masters: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return `values` in the dtype of the masters, which may have more bits. Where a value is the rounded
+    master, the master stays: assigning back what was read changes nothing.
+    """
+    if values.dtype == masters.dtype:
+        return values
+    return torch.where(values == masters.to(values.dtype), masters, values.to(masters.dtype))
 
 
 def given_out(param: Any) -> list[torch.Tensor]:
@@ -310,18 +279,17 @@ def given_out(param: Any) -> list[torch.Tensor]:
 
 # -- hooks on gradients ----------------------------------------------------------------------------
 #
-# Gradient hooks that the user registers on a parameter, before or after `shard()`. Autograd calls them
-# with this rank's whole gradient of this backward pass, before the reduction.
+# Gradient hooks that the user registers on a parameter, before or after `shard()`. They are called with
+# this rank's whole gradient of this backward pass, before the reduction.
 #
-# | hook                                 | is called with                 | the engine's own hook (runtime/reduce.py) comes behind     |
-# |--------------------------------------|--------------------------------|------------------------------------------------------------|
-# | `register_hook`                      | the gradient                   | it                                                         |
-# | `register_post_accumulate_grad_hook` | the parameter that users hold  | it, in the same dictionary                                 |
+# | hook                                 | is called with                 | is registered on             | is called by      |
+# |--------------------------------------|--------------------------------|------------------------------|-------------------|
+# | `register_hook`                      | the gradient                   | the leaf that autograd knows | autograd          |
+# | `register_post_accumulate_grad_hook` | the parameter that users hold  | that parameter               | `hook_gradient`   |
 #
-# Both are registered on the leaf that autograd knows. While a gradient lies there, as when a hook of the
-# second kind runs, its parameter is whole: `.grad` reads and writes that gradient, and the values are
-# gathered on first use. A hook must not write to the values: they would differ between ranks, because
-# each rank's gradient is its own.
+# While a gradient lies on the leaf, as when a hook of the second kind runs, its parameter is whole:
+# `.grad` reads and writes that gradient, and the values are gathered on first use. A hook must not write
+# to the values: they would differ between ranks, because each rank's gradient is its own.
 
 _T: Any = torch.Tensor
 IN_BACKWARD = (
@@ -332,66 +300,41 @@ IN_BACKWARD = (
 )
 
 
-def move_hooks(source: Any, target: Any, changed: Callable[[Any], Any]) -> None:
-    """Move all hooks between the parameter of `shard()` and the leaf; of those that are called with the
-    parameter, what `changed` makes of them. The dicts stay the same objects, so that the handles that
-    the user holds still remove hooks.
-    """
-    target._backward_hooks, source._backward_hooks = source._backward_hooks, None
-    post, source._post_accumulate_grad_hooks = source._post_accumulate_grad_hooks, None
-    for key, hook in tuple((post or {}).items()):
-        if (hook := changed(hook)) is not None:
-            post[key] = hook
-        else:
-            del post[key]
-    target._post_accumulate_grad_hooks = post
-
-
-def register(param: Any, hook: Any, post: bool) -> Any:
-    """Register a hook on a sharded parameter; `post`: one that is called with the parameter, when its
-    gradient has been accumulated. Returns the handle.
-    """
-    register_on: Any = _T.register_post_accumulate_grad_hook if post else _T.register_hook
+def register_hook(param: Any, hook: Any) -> Any:
+    """Register a hook on the gradient of a sharded parameter. Returns the handle."""
     entry = entry_of(param)
     if entry is None or not param.requires_grad:
-        return register_on(param, hook)  # torch says why not
+        return _T.register_hook(param, hook)  # torch says why not
     leaf: Any = entry.compute
     leaf.requires_grad = True  # the engine follows at the next pass
-    handle = register_on(leaf, on_leaf(entry, hook) if post else hook)
-    if post and entry.arrival is not None:
-        hooks, own = leaf._post_accumulate_grad_hooks, entry.arrival.id
-        hooks[own] = hooks.pop(own)  # the engine's stays the last
-    return handle
+    return _T.register_hook(leaf, hook)
 
 
-def on_leaf(entry: Entry, hook: Any) -> Callable[[torch.Tensor], None]:
-    """Return what calls the user's `hook`, registered on the leaf of `entry`, with the parameter."""
-    known = weakref.ref(entry)
+def call_hooks(entry: Entry, engine: Engine) -> None:
+    """Call the hooks that users have registered on a parameter whose gradient lies on its leaf.
 
-    def call(_: torch.Tensor) -> None:
-        e = known()
-        engine = e.engine() if e is not None else None
-        if e is None or engine is None:
-            return
-        engine.passes.event(True)
-        if e.box is not None:
-            with disable_torch_function(), torch.no_grad():
-                e.box.settle(e.compute)
-        counted = e.param, e.compute
-        before = [t._version for t in counted]
-        hook(e.param)
-        if [t._version for t in counted] != before:
-            raise ShardedParameterError(
-                f"a gradient hook wrote to parameter {e.slot.name!r}, but {IN_BACKWARD}"
-            )
-
-    call.users = hook  # type: ignore[attr-defined]
-    return call
+    Raises:
+        ShardedParameterError: one of them wrote to the parameter.
+    """
+    param: Any = entry.param
+    with disable_torch_function():
+        hooks = [*(param._post_accumulate_grad_hooks or {}).values()]
+    if not hooks:
+        return
+    engine.passes.event(True)
+    counted = param, entry.compute
+    before = [t._version for t in counted]
+    for hook in hooks:
+        hook(param)
+    if [t._version for t in counted] != before:
+        raise ShardedParameterError(
+            f"a gradient hook wrote to parameter {entry.slot.name!r}, but {IN_BACKWARD}"
+        )
 
 
 def hook_gradient(entry: Entry) -> None:
-    """Let the engine know when the gradient of `entry` lies on its leaf. Let a backward pass raise that
-    accumulates a gradient into the optimizer's parameter itself.
+    """When the gradient of `entry` lies on its leaf, call the users' hooks and let the engine know. Let
+    a backward pass raise that accumulates a gradient into the optimizer's parameter itself.
 
     Autograd knows the whole parameter. It comes to the other one only if code has given that to an
     autograd Function or the like, which computes with a tensor's memory: with this rank's elements
@@ -401,6 +344,10 @@ def hook_gradient(entry: Entry) -> None:
 
     def arrived(_: torch.Tensor) -> None:
         if (e := known()) is not None and (engine := e.engine()) is not None:
+            if e.box is not None:
+                with disable_torch_function(), torch.no_grad():
+                    e.box.settle(e.compute)
+            call_hooks(e, engine)
             engine.reduce.arrived(e)
 
     def refuse(_: Any) -> None:
@@ -421,8 +368,7 @@ def hook_gradient(entry: Entry) -> None:
         entry.accumulates.register_prehook(refuse)
 
 
-for _function in (on_leaf, hook_gradient):
-    keep_hooks_from_compiler(_function)
+keep_hooks_from_compiler(hook_gradient)
 
 
 # -- counts of writes ------------------------------------------------------------------------------
