@@ -311,6 +311,27 @@ def test_gathered_parameters_keep_the_modifiers_values_and_drop_others() -> None
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("precision", list(PRECISIONS)[:2])
+def test_a_write_inside_a_context_that_reads_is_kept_and_nothing_else_changes(
+    precision: str,
+) -> None:
+    gathered, rank = served().zero.GatheredParameters, dist.get_rank()
+    for stage, checks in ((1, False), (3, True)):
+        engine = made(stage, zero={"enable_sanity_checks": checks}, **PRECISIONS[precision])
+        everything = list(engine.module.parameters())
+        weight = everything[0]
+        expected = masters(engine)
+        for outer in (everything, [weight]):
+            with gathered(outer):
+                with gathered(weight, modifier_rank=1), torch.no_grad():
+                    if rank == 1:
+                        weight[0] = 0.5 * len(outer)
+                assert torch.equal(weight[0], torch.full_like(weight[0], 0.5 * len(outer)))
+            expected[0][0] = 0.5 * len(outer)
+            assert all(map(torch.equal, masters(engine), expected)), len(outer)
+
+
+@on_ranks(2)
 def test_a_model_is_taken_over_from_another_engine() -> None:
     expected = None
     for stages in ([3], [3, 3], [0, 3], [3, 2, 3]):

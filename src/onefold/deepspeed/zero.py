@@ -58,9 +58,15 @@ from onefold.recipe import COMPUTE_DTYPES
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
-from onefold.runtime.parameters.interval import disable_torch_function, entry_of, owner_of
+from onefold.runtime.parameters.interval import (
+    disable_torch_function,
+    dress,
+    entry_of,
+    owner_of,
+    spec_of,
+)
 from onefold.runtime.parameters.parameter import ShardedParameter, Whole, bare, face
-from onefold.runtime.parameters.values import elsewhere
+from onefold.runtime.parameters.values import elsewhere, refined
 from onefold.runtime.parts import whole_masters
 
 __all__ = [
@@ -328,8 +334,6 @@ class GatheredParameters:
 
     def _gather(self, engine: Engine, entries: list[Entry]) -> None:
         """Turn sharded parameters into plain whole ones."""
-        if self.modifier_rank is not None:
-            _refuse_unwritable(entries)
         all_of_it = len(entries) == len(engine.entries)
         # The parameters of one flat buffer are gathered together
         for flat in dict.fromkeys(entry.flat for entry in entries):
@@ -350,7 +354,11 @@ class GatheredParameters:
             self._wholes.append(engine)
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        dropped = [p for p, version in self._checked if p._version != version]
+        dropped = [
+            p
+            for p, version in self._checked
+            if p._version != version and not p.__dict__[INSIDE].written
+        ]
         while self._wholes:
             self._wholes.pop().full_params_depth -= 1
         writes, source = self.modifier_rank is not None and error is None, self.modifier_rank or 0
@@ -372,7 +380,7 @@ class GatheredParameters:
                 del param.__dict__[INSIDE]
                 if EARLY not in param.__dict__:
                     if inside.local is not None:
-                        _put_back(param, inside.local, writes)
+                        _put_back(param, inside.local, inside.written)
                 elif inside.unchanged(param):
                     divided.hide(param, inside.local)
                 else:  # also if it was given another shape everywhere
@@ -425,6 +433,8 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
                     f" {entry.slot.name!r} inside a pass of its model: change it outside."
                 )
         elif isinstance(p, ShardedParameter) or INSIDE in own:
+            if writes:
+                _refuse_unwritable([entry])
             found[1, entry.number] = p
     return [found[key] for key in sorted(found)]
 
@@ -451,9 +461,11 @@ def _put_back(param: nn.Parameter, local: Tensor, writes: bool) -> None:
             f"GatheredParameters: parameter {info.name!r} of shape {tuple(info.shape)} was given"
             f" shape {tuple(whole.shape)}. Change shapes before initialize."
         )
+    spec = spec_of(param)
     with disable_torch_function():
-        held = param.dtype
-    param.data = whole.to(held)
+        mine = (whole if spec is None else spec.piece(whole)).view(local.shape)
+        mine = refined(local, mine)  # it may have been gathered in the compute dtype
+    param.data = mine if spec is None else dress(mine, spec)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
