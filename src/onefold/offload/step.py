@@ -67,9 +67,8 @@ from onefold.runtime.stepper import (
     raw_step,
 )
 
-#: AHEAD: chunks being read beyond the chunk that is stepped. BEHIND: chunks that may still be
-#: written while the next one is stepped.
-AHEAD, BEHIND = 2, 1
+#: Chunks being read beyond the chunk that is stepped.
+AHEAD = 2
 #: The message if some of the state is stepped and some is not.
 HALF = (
     "a step failed half way, so that some of the state is of two steps. Start again from the last"
@@ -186,21 +185,16 @@ class _Stepping:
         if any(self.hows.values()) and moments.skipped(self.optimizer):
             todo.clear()
         reading: deque[Window] = deque()
-        writing: deque[Window] = deque()
         try:
             while todo or reading:
                 while todo and len(reading) <= AHEAD:
                     reading.append(todo.popleft())
                     self._read(reading[-1])
                 window = reading.popleft()
-                writing.append(window)
                 window.settle()
                 self._step(window)
-                self._write(window)
-                while len(writing) > BEHIND:
-                    writing.popleft().close()
-            while writing:
-                writing.popleft().close()
+                window.storage.stepped(window.a, window.b, window.rows["master"])
+                window.close(*(kind for kind in window.rows if kind != "gradient"))
         finally:
             for entry, scalars in self.scalars.values():
                 self.optimizer.state[entry.param] = scalars
@@ -306,12 +300,6 @@ class _Stepping:
         return moments.Piece(
             entry, first, window.part("master", x, y), grad, stored, numbers, not state, row
         )
-
-    def _write(self, window: Window) -> None:
-        for kind in window.rows:
-            if kind != "gradient":
-                window.move("written", kind)
-        window.storage.stepped(window.a, window.b, window.rows["master"])
 
 
 # -- who steps, and when --------------------------------------------------------------------------

@@ -47,7 +47,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -394,23 +394,22 @@ class NvmeStorage(OffloadStorage):
             return super().read(entry, key, value, x, y)
         if x == y:  # a rank that steps nothing here has no region of this state
             return torch.empty(0, dtype=value.dtype, device="cpu")
-        return self.part(*self._place(entry, key, value, x, y))
+        kind, first = self._place(entry, key, value)
+        return self.part(kind, first + x, first + y)
 
     def write(
         self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int, new: torch.Tensor
     ) -> None:
         if key and not value.is_meta:
             super().write(entry, key, value, x, y, new)
-        elif x < y:
-            self.write_part(*self._place(entry, key, value, x, y)[:2], new)
+        else:
+            kind, first = self._place(entry, key, value)
+            self.write_part(kind, first + x, first + y, new)
 
-    def _place(
-        self, entry: Entry, key: str, value: torch.Tensor, x: int, y: int
-    ) -> tuple[str, int, int]:
-        """Return the region in which elements of `entry` are, and which of its items they are."""
-        first = entry.slot.start - self.flat.owned[0]
-        start, stop = items_of(first + x, first + y, grain_of(key))
-        return state_kind(key, value.dtype) if key else "master", start, stop
+    def _place(self, entry: Entry, key: str, value: torch.Tensor) -> tuple[str, int]:
+        """Return the kind of region in which elements of `entry` are, and where its first one is."""
+        kind = state_kind(key, value.dtype) if key else "master"
+        return kind, entry.slot.start - self.flat.owned[0]
 
     def new_state(
         self, entry: Entry, key: str, dtype: torch.dtype, in_memory: bool
@@ -425,23 +424,20 @@ class NvmeStorage(OffloadStorage):
     # -- masters -----------------------------------------------------------------------------------
 
     def store(self, values: torch.Tensor) -> None:
-        if not self.numel:
-            return
         for a, b in self.chunks():
-            whole, data = self._buffer(b - a, self.flat.dtypes.master)
-            data.copy_(values[a:b])
-            # `stepped` may start a copy up from `data`. It holds the buffer, so the pool does not
-            # reuse it before the copy is done.
-            self.stepped(a, b, data)
-            self._write("master", a, data, whole)
+            window = Window(self, a, b)
+            master = window.open("master", self.flat.dtypes.master, read=False)
+            master.copy_(values[a:b])
+            self.stepped(a, b, master)
+            window.close("master")
         self.transfers.flush()
 
     def stepped(self, start: int, stop: int, master: torch.Tensor) -> None:
         super().stepped(start, stop, master)
         if "parameter" in self.regions:
-            whole, low = self._buffer(stop - start, self.flat.dtypes.compute)
-            low.copy_(master)
-            self._write("parameter", start, low, whole)
+            window = Window(self, start, stop)
+            window.open("parameter", self.flat.dtypes.compute, read=False).copy_(master)
+            window.close("parameter")
 
     def renew(self) -> None:
         for a, b in self.chunks():
@@ -449,41 +445,30 @@ class NvmeStorage(OffloadStorage):
         self.transfers.flush()
 
     def part(self, kind: str, start: int, stop: int) -> torch.Tensor:
-        """Read elements (or items) [start, stop) of the region `kind` into new host memory."""
-        region = self.regions[kind]
+        """Read the items of a kind for elements [start, stop) into new host memory."""
+        dtype = self.regions[kind].dtype
         if start == stop:
-            return torch.empty(0, dtype=region.dtype, device="cpu")
-        first, last = self._sectors(kind, start, stop)
-        out = empty(last - first, region.dtype, torch.device("cpu"), paged=True)
-        self._read(kind, first, out)
-        return out[start - first : stop - first]
+            return torch.empty(0, dtype=dtype, device="cpu")
+        window = self._sectors(kind, start, stop)
+        window.open(kind, dtype, pooled=False)
+        window.settle()
+        return window.part(kind, start, stop)
 
-    def write_part(self, kind: str, start: int, values: torch.Tensor) -> None:
-        """Overwrite elements (or items) of the region `kind` from `start` on."""
-        stop, region = start + values.numel(), self.regions[kind]
-        if start == stop:
-            return
-        first, last = self._sectors(kind, start, stop)
-        whole, data = self._buffer(last - first, region.dtype)
-        if first < start or stop < last:
-            self.transfers.wait(region.read(first, data))
-        data[start - first : stop - first].copy_(values)
-        self._write(kind, first, data, whole)
+    def write_part(self, kind: str, start: int, stop: int, values: torch.Tensor) -> None:
+        """Overwrite the items of a kind for elements [start, stop)."""
+        if start < stop:
+            window = self._sectors(kind, start, stop)
+            more = window.a < start or stop < window.b
+            window.open(kind, self.regions[kind].dtype, read=more)
+            window.settle()
+            window.part(kind, start, stop).copy_(values)
+            window.close(kind)
 
-    def _sectors(self, kind: str, start: int, stop: int) -> tuple[int, int]:
-        """Return the whole sectors in which elements [start, stop) lie."""
-        last = min(self.regions[kind].numel, -(-stop // SECTOR) * SECTOR)
-        return start // SECTOR * SECTOR, last
-
-    def _read(self, kind: str, start: int, into: torch.Tensor) -> None:
-        self.transfers.wait(self.regions[kind].read(start, into))
-        self.transfers.entered("read", self.flat.unit_name, nbytes_of(into))
-
-    def _buffer(self, numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.transfers.buffer(numel, dtype, self.flat.unit_name)
-
-    def _write(self, kind: str, start: int, data: torch.Tensor, whole: torch.Tensor) -> None:
-        self.transfers.write(self.regions[kind], start, data, whole, self.flat.unit_name)
+    def _sectors(self, kind: str, start: int, stop: int) -> Window:
+        """Return a window of the whole sectors in which the items for these elements lie."""
+        sector = SECTOR * grain_of_kind(kind)
+        last = min(self.numel, -(-stop // sector) * sector)
+        return Window(self, start // sector * sector, last)
 
     def chunks(self) -> Iterator[tuple[int, int]]:
         """Return the intervals that are moved and stepped at a time."""
@@ -506,12 +491,11 @@ class NvmeStorage(OffloadStorage):
         mine = full[slice(*self.flat.owned)]
         self.transfers.risen()
         direct = mine.is_cpu and region.fits(mine)
-        whole = None
+        whole, unit = None, self.flat.unit_name
         if not direct:
-            pool, unit = self.transfers.pool, self.flat.unit_name
-            whole = pool.take(self.numel, region.dtype, STAGING, unit)
-        self._fetching = whole, region.read(0, mine if whole is None else whole)
-        self.transfers.entered("read", self.flat.unit_name, region.nbytes)
+            whole = self.transfers.pool.take(self.numel, region.dtype, STAGING, unit)
+        into = mine if whole is None else whole
+        self._fetching = whole, self.transfers.read(region, 0, into, unit)
 
     def put(self, full: torch.Tensor) -> None:
         if self.rest is not None or not self.numel:
@@ -557,15 +541,16 @@ class NvmeStorage(OffloadStorage):
             met = inside(wanted, a, b)
             if not met:
                 continue
-            whole, data = self._buffer(b - a, dtype)
-            if any(e.param.grad is not None for e, _, _ in inside(self.flat.entries, a, b)):
-                self._read("gradient", a, data)
-            else:
+            window, here = Window(self, a, b), inside(self.flat.entries, a, b)
+            there = any(e.param.grad is not None for e, _, _ in here)
+            data = window.open("gradient", dtype, read=there)
+            window.settle()
+            if not there:
                 data.zero_()
             for entry, x, y in met:
-                into, new = data[x - a : y - a], total[x:y]
+                into, new = window.part("gradient", x, y), total[x:y]
                 into.copy_(new) if entry.param.grad is None else into.add_(new)
-            self._write("gradient", a, data, whole)
+            window.close("gradient")
         for entry in wanted:
             self.norms.pop(entry.index, None)
             if entry.param.grad is None:
@@ -602,7 +587,7 @@ class NvmeStorage(OffloadStorage):
     def write_gradient(self, entry: Entry, values: torch.Tensor) -> None:
         values = values.to("cpu", self.regions["gradient"].dtype)
         values = values if self.scale is None else values / self.scale
-        self.write_part("gradient", entry.here.start, values)
+        self.write_part("gradient", entry.here.start, entry.here.stop, values)
         self.norms.pop(entry.index, None)
 
     def gradients_finite(self) -> bool:
@@ -618,7 +603,8 @@ class NvmeStorage(OffloadStorage):
 
 @dataclass
 class Window:
-    """Elements [a, b) of a flat buffer on NVMe, in host memory while they are stepped.
+    """Elements [a, b) of a flat buffer on NVMe, in host memory. The items that stand for them fill whole
+    sectors, or reach to the end of their regions.
 
     Attributes:
         pieces: (entry, start, stop): the elements in it to be stepped, counted from the first that this
@@ -629,47 +615,59 @@ class Window:
     storage: NvmeStorage
     a: int
     b: int
-    pieces: list[tuple[Entry, int, int]]
+    pieces: list[tuple[Entry, int, int]] = field(default_factory=list)
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
-    _whole: list[torch.Tensor] = field(default_factory=list)  # the pool's buffers below `rows`
-    _moving: list[Transfer] = field(default_factory=list)
+    _whole: dict[str, torch.Tensor] = field(default_factory=dict)  # the pool's buffers below `rows`
+    _reading: list[Transfer] = field(default_factory=list)
 
-    def open(self, kind: str, dtype: torch.dtype) -> None:
-        """Take a buffer for the items of a kind, and start to read them. Those of a new region are
+    def open(
+        self, kind: str, dtype: torch.dtype, read: bool = True, pooled: bool = True
+    ) -> torch.Tensor:
+        """Take memory for the items of a kind, and start to read them. Those of a new region are
         zeros.
-        """
-        storage, grain = self.storage, grain_of_kind(kind)
-        storage.region(kind, dtype)
-        whole, self.rows[kind] = storage.transfers.buffer(
-            -(-(self.b - self.a) // grain), dtype, storage.flat.unit_name, grain
-        )
-        self._whole.append(whole)
-        self.move("read", kind)
 
-    def move(self, op: Literal["read", "written"], kind: str) -> None:
-        """Start to read or to write the items of a kind."""
-        region, data = self.storage.regions[kind], self.rows[kind]
-        start = region.read if op == "read" else region.write
-        self._moving.append(start(self.a // grain_of_kind(kind), data))
-        self.storage.transfers.entered(op, self.storage.flat.unit_name, nbytes_of(data))
+        Args:
+            read: else the contents are undefined.
+            pooled: the memory is a buffer of the pool, which `close` gives back.
+        """
+        transfers, unit = self.storage.transfers, self.storage.flat.unit_name
+        region, grain = self.storage.region(kind, dtype), grain_of_kind(kind)
+        first, last = items_of(self.a, self.b, grain)
+        if pooled:
+            whole, data = transfers.buffer(last - first, dtype, unit, grain)
+            self._whole[kind] = whole
+        else:
+            data = empty(last - first, dtype, torch.device("cpu"), paged=True)
+        self.rows[kind] = data
+        if read:
+            self._reading.append(transfers.read(region, first, data, unit))
+        return data
 
     def part(self, kind: str, x: int, y: int) -> torch.Tensor:
         """Return the items of a kind for elements [x, y), counted as `a` is."""
-        grain = grain_of_kind(kind)
-        return self.rows[kind][(x - self.a) // grain : -(-(y - self.a) // grain)]
+        return self.rows[kind][slice(*items_of(x - self.a, y - self.a, grain_of_kind(kind)))]
 
     def settle(self) -> None:
-        """Wait for what moves. Raises: TierError."""
-        while self._moving:
-            self.storage.transfers.wait(self._moving.pop())
+        """Wait for what is being read. Raises: TierError."""
+        while self._reading:
+            self.storage.transfers.wait(self._reading.pop())
 
-    def close(self) -> None:
-        """Wait for what moves, and give the buffers back. Raises: TierError."""
-        self.settle()
-        self.storage.transfers.up.wait()  # copies up may still read the masters
-        self.rows.clear()
-        while self._whole:
-            self.storage.transfers.pool.give(self._whole.pop())
+    def close(self, *written: str) -> None:
+        """Start to write the items of the kinds `written`. All buffers go back to the pool, these when
+        they are on the disk. Raises: TierError.
+        """
+        storage, transfers = self.storage, self.storage.transfers
+        if "master" in self.rows:
+            transfers.up.wait()  # copies up may still read the masters
+        for kind in [*self._whole]:
+            data, whole = self.rows.pop(kind), self._whole.pop(kind)
+            if kind in written:
+                first = self.a // grain_of_kind(kind)
+                region, unit = storage.regions[kind], storage.flat.unit_name
+                transfers.write(region, first, data, whole, unit)
+            else:
+                del data  # the pool takes back what nothing refers to
+                transfers.pool.give(whole)
 
 
 def inside(entries: list[Entry], a: int, b: int) -> list[tuple[Entry, int, int]]:

@@ -13,7 +13,7 @@ import torch
 
 from onefold.comm import TrafficEvent, TrafficLedger
 from onefold.device import CopyStream, HostSums, host_threads, using_threads
-from onefold.memory import LEAVING, STAGING, MemoryLedger, Pool, TierError
+from onefold.memory import LEAVING, STAGING, MemoryLedger, Pool, TierError, nbytes_of
 from onefold.recipe import Tier
 
 if TYPE_CHECKING:
@@ -160,6 +160,11 @@ class Transfers:
         whole = self.pool.take(max(numel, -(-self.chunk // grain)), dtype, STAGING, unit)
         return whole, whole[:numel]
 
+    def read(self, region: Region, start: int, into: torch.Tensor, unit: str) -> Transfer:
+        """Start to read elements of `region` from `start` on into `into`."""
+        self.entered("read", unit, nbytes_of(into))
+        return region.read(start, into)
+
     def write(
         self, region: Region, start: int, data: torch.Tensor, whole: torch.Tensor, unit: str
     ) -> None:
@@ -171,7 +176,7 @@ class Transfers:
         """
         with self._lock:
             self._writing.append((whole, region.write(start, data)))
-            self.entered("written", unit, data.numel() * data.element_size())
+            self.entered("written", unit, nbytes_of(data))
             self.flush(BEHIND)
 
     def flush(self, behind: int = 0) -> None:

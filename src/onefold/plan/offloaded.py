@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from onefold.device.copies import HOST_COPIES, HOST_WINDOWS, WINDOW
 from onefold.layout import ShardSpec, round_up
 from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
-from onefold.offload.step import AHEAD, BEHIND, WAITING
-from onefold.offload.transfers import BEHIND as WRITES
+from onefold.offload.step import AHEAD, WAITING
+from onefold.offload.transfers import BEHIND
 from onefold.plan.program import Program
 from onefold.plan.states import filled, moments, states_on_disk, stays_in_memory
 from onefold.recipe import Tier
@@ -121,7 +121,9 @@ def _staging(program: Program, flats: Sequence[ShardSpec], trained: Sequence[Sha
         gradients.on_disk * f.dtypes.master.itemsize + f.lies_apart * f.dtypes.compute.itemsize
         for f in trained
     ]
-    out = min(many, AHEAD + 1 + BEHIND) * max(stepped) + (WRITES + 1) * chunk * max(waiting)
+    written = BEHIND * chunk * max(f.dtypes.master.itemsize for f in trained)
+    out = min(many * max(stepped), (AHEAD + 1) * max(stepped) + written)
+    out += (BEHIND + 1) * chunk * max(waiting)
     if parameters.on_disk:  # units that are read for gathers
         read = Counter(f.own * f.dtypes.compute.itemsize for f in flats)
         out += sum(nbytes * min(n, 2 + program.ahead) for nbytes, n in read.items())
