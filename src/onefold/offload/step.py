@@ -40,7 +40,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -82,7 +82,8 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     Raises:
         TierError: on every rank, if a disk failed on one.
     """
-    ready = {id(entry) for entry in entries if entry.param.grad is not None}
+    ready = {entry for entry in entries if entry.param.grad is not None}
+    by_flat = {flat: [e for e in flat.entries if e in ready] for flat in engine.flats}
     if engine.on_disk:
         try:
             engine.transfers.flush()  # gradients
@@ -93,17 +94,15 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     groups = groups_of(optimizer)
     try:
         with engine.transfers.host_threads():
-            for flat in engine.flats:
+            for flat, mine in by_flat.items():
                 if not flat.storage.on_disk:
-                    mine = [e for e in flat.entries if id(e) in ready]
                     step_flat(optimizer, engine, flat, mine, groups)
                     if flat.storage.offloaded and engine.recipe.step_in_backward:
                         # As in all later steps. The moments just created need the memory.
                         count_writes(engine, mine)
                         drop_stepped_gradients(engine, flat, mine)
-            if engine.on_disk:
-                disk = [flat for flat in engine.offloaded_flats if flat.storage.on_disk]
-                _Stepping(optimizer, engine, ready).run(disk)
+            on_disk = {flat: mine for flat, mine in by_flat.items() if flat.storage.on_disk}
+            _Stepping(optimizer, engine, groups).run(on_disk)
     except (OSError, TierError) as failure:
         error = failure
     engine.transfers.pool.drain()
@@ -137,12 +136,12 @@ def step_flat(
     Raises:
         TierError: the disk failed.
     """
-    if flat.storage.on_disk:
-        _Stepping(optimizer, engine, {id(entry) for entry in entries}).run([flat])
-        return
     ready = [entry for entry in entries if entry.param.grad is not None]
     if ready:
         groups = groups if groups is not None else groups_of(optimizer)
+        if flat.storage.on_disk:
+            _Stepping(optimizer, engine, groups).run({flat: ready})
+            return
         if (how := moments.moment_policy(optimizer, engine.recipe, flat)) is not None:
             moments.step_in_memory(optimizer, groups, how, ready)
         else:
@@ -166,24 +165,19 @@ def drop_stepped_gradients(engine: Engine, flat: Flat, entries: Iterable[Entry])
 class _Stepping:
     """One step of one optimizer over its entries on NVMe."""
 
-    def __init__(self, optimizer: Optimizer, engine: Engine, mine: set[int]) -> None:
-        self.optimizer, self.groups, self.engine, self.mine = (
-            optimizer,
-            groups_of(optimizer),
-            engine,
-            mine,
-        )
-        self.transfers = engine.transfers
-        # By the entry's number: the new `optimizer.state`, set when all pieces are stepped
-        self.scalars: dict[int, tuple[Entry, dict[str, Any]]] = {}
-        self.hows: dict[int, moments.MomentPolicy | None] = {}  # by the flat buffer's index
-        # By the entry's number: moments of small parameters, in memory
-        self.small: dict[int, dict[str, torch.Tensor]] = {}
+    def __init__(self, optimizer: Optimizer, engine: Engine, groups: dict[int, int]) -> None:
+        self.optimizer, self.engine, self.groups = optimizer, engine, groups
+        # The new `optimizer.state`, set when all pieces are stepped
+        self.states: dict[Entry, dict[str, Any]] = {}
+        self.hows: dict[Flat, moments.MomentPolicy | None] = {}
 
-    def run(self, flats: Sequence[Flat]) -> None:
-        todo = deque(self._windows(flats))
+    def run(self, ready: Mapping[Flat, list[Entry]]) -> None:
+        """Step the entries `ready`, by their flat buffer, which have gradients."""
+        recipe, flats = self.engine.recipe, [flat for flat, entries in ready.items() if entries]
+        self.hows = {flat: moments.moment_policy(self.optimizer, recipe, flat) for flat in flats}
         if any(self.hows.values()) and moments.skipped(self.optimizer):
-            todo.clear()
+            return
+        todo = deque(self._windows(ready))
         reading: deque[Window] = deque()
         try:
             while todo or reading:
@@ -196,44 +190,20 @@ class _Stepping:
                 window.storage.stepped(window.a, window.b, window.rows["master"])
                 window.close(*(kind for kind in window.rows if kind != "gradient"))
         finally:
-            for entry, scalars in self.scalars.values():
-                self.optimizer.state[entry.param] = scalars
-        self.transfers.flush()
+            for entry, state in self.states.items():
+                self.optimizer.state[entry.param] = state
+        self.engine.transfers.flush()
 
-    def _windows(self, flats: Sequence[Flat]) -> Iterator[Window]:
-        for flat in flats:
-            storage = flat.storage
+    def _windows(self, ready: Mapping[Flat, list[Entry]]) -> Iterator[Window]:
+        for flat, how in self.hows.items():
+            storage, entries = flat.storage, ready[flat]
             assert isinstance(storage, NvmeStorage)
-            ready = [e for e in flat.entries if id(e) in self.mine and e.param.grad is not None]
-            self.hows[flat.index] = (
-                moments.moment_policy(self.optimizer, self.engine.recipe, flat) if ready else None
-            )
-            for entry in ready:
-                self._adopt(storage, entry)
-            for a, b in storage.chunks() if ready else ():
-                if pieces := inside(ready, a, b):
-                    yield Window(storage, a, b, pieces)
-
-    def _adopt(self, storage: NvmeStorage, entry: Entry) -> None:
-        """Move states that are in memory (after load_state_dict) to NVMe."""
-        state, how = self.optimizer.state.get(entry.param, {}), self.hows[entry.flat.index]
-        if how is not None:
-            there = [key for key, v in state.items() if moments.is_stored(how, key, v, entry.param)]
-            if there and all(state[key].is_meta for key in there):
-                return
-            if there or how.small(entry):
+            for entry in entries:
                 group = self.optimizer.param_groups[self.groups[id(entry.param)]]
-                parts = moments.adopted(self.optimizer, how, entry, group)
-                if how.small(entry):
-                    self.small[entry.number] = parts
-                    return
-                for key in there:
-                    del state[key]
-                state |= parts
-        for key, value in state.items():
-            if moments.is_stored(how, key, value, entry.param) and not value.is_meta:
-                state[key] = storage.new_state(entry, key, value.dtype, in_memory=False)
-                storage.write(entry, key, state[key], *entry.owned(), value.reshape(-1))
+                moments.adopt(self.optimizer, how, entry, group)
+            for a, b in storage.chunks():
+                if pieces := inside(entries, a, b):
+                    yield Window(storage, a, b, pieces)
 
     # -- one window --------------------------------------------------------------------------------
 
@@ -253,27 +223,27 @@ class _Stepping:
         storage, grads = window.storage, window.rows.get("gradient")
         if storage.scale is not None and grads is not None:
             grads.mul_(storage.scale)
-        how = self.hows[storage.flat.index]
+        how = self.hows[storage.flat]
         pieces = [self._piece(window, how, *piece) for piece in window.pieces]
         device = self.engine.device if how is None else None
         moments.step_pieces(self.optimizer, self.groups, how, pieces, device)
         for piece in pieces:
-            entry, kept = piece.entry, self.small.get(piece.entry.number)
-            after: dict[str, torch.Tensor] = {
-                key: storage.new_state(entry, key, part.dtype, in_memory=False)
-                for key, part in (piece.stored if kept is None else {}).items()
+            entry, state = piece.entry, self.optimizer.state[piece.entry.param]
+            after = {
+                key: state[key]
+                if key in state
+                else storage.new_state(entry, key, part.dtype, in_memory=False)
+                for key, part in piece.stored.items()
             }
-            for key, part in (kept or {}).items():
-                after[key] = part.view(entry.param.shape)
-            self.scalars[entry.number] = entry, piece.numbers | after
+            self.states[entry] = piece.numbers | after
 
     def _piece(
         self, window: Window, how: moments.MomentPolicy | None, entry: Entry, x: int, y: int
     ) -> moments.Piece:
         """Return elements [x, y) of the owned interval."""
         param, begin = entry.param, entry.here.start
-        state, small = self.optimizer.state.get(param, {}), self.small.get(entry.number)
-        numbers = {k: v for k, v in state.items() if not moments.is_stored(how, k, v, param)}
+        state = self.optimizer.state[param]
+        there, numbers = moments.stored_apart(how, state, param)
 
         def row(key: str, dtype: torch.dtype) -> torch.Tensor:
             kind = state_kind(key, dtype)
@@ -282,15 +252,10 @@ class _Stepping:
                 window.settle()
             return window.part(kind, x, y)
 
-        if small is not None:
-            stored = moments.cut(small, x - begin, y - begin)
-        else:
-            kinds = {key: value.dtype for key, value in state.items() if key not in numbers}
-            if how is not None:
-                kinds = how.parts(entry, self.optimizer.param_groups[self.groups[id(param)]])
-            stored = {key: row(key, dtype) for key, dtype in kinds.items()}
-            for key in stored.keys() - state.keys():
-                stored[key].view(torch.uint8).zero_()
+        small = {key: value.view(-1) for key, value in there.items() if not value.is_meta}
+        stored = moments.cut(small, x - begin, y - begin)
+        stored |= {key: row(key, v.dtype) for key, v in there.items() if v.is_meta}
+        fresh = not (state if how is None else numbers)
         if "gradient" in window.rows:
             grad = window.part("gradient", x, y)
         else:
@@ -298,7 +263,7 @@ class _Stepping:
             grad = param.grad.reshape(-1)[x - begin : y - begin]
         first = entry.owned()[0] + x - begin
         return moments.Piece(
-            entry, first, window.part("master", x, y), grad, stored, numbers, not state, row
+            entry, first, window.part("master", x, y), grad, stored, numbers, fresh, row
         )
 
 
@@ -319,7 +284,7 @@ class ApartStepper(Stepper):
         self.collective = bool(engine.offloaded_flats)  # the ranks agree on failures of the disk
         self.in_backward = engine.recipe.step_in_backward
         # By the entry's number: the optimizer that has stepped it
-        self._owners: dict[int, weakref.ref[Optimizer]] = {}
+        self._owners: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._flying: deque[Future[None]] = deque()
         self._stepped: list[Entry] = []
         # By the flat buffer's index: the last backward pass in which it was stepped
@@ -358,8 +323,7 @@ class ApartStepper(Stepper):
                         " step_in_backward out."
                     )
         if self.in_backward:
-            known = weakref.ref(optimizer)
-            self._owners |= {e.number: known for e in entries if e.flat.storage.offloaded}
+            self._owners |= {e.number: optimizer for e in entries if e.flat.storage.offloaded}
         step_apart(optimizer, self.engine, entries)
 
     # -- in the backward pass ----------------------------------------------------------------------
@@ -375,17 +339,14 @@ class ApartStepper(Stepper):
         if storage.gradients_on_disk and any(e.param.grad is not None for e in flat.entries):
             return False
         return all(
-            e.active and e in which and self._owner(e) is not None
+            e.active and e in which and e.number in self._owners
             for e in flat.entries
             if e in flat.awaited
         )
 
-    def _owner(self, entry: Entry) -> Optimizer | None:
-        known = self._owners.get(entry.number)
-        return known() if known is not None else None
-
     def _owners_of(self, flat: Flat) -> Iterable[Optimizer]:
-        return dict.fromkeys(o for e in flat.entries if (o := self._owner(e)) is not None)
+        found = (self._owners.get(entry.number) for entry in flat.entries)
+        return dict.fromkeys(optimizer for optimizer in found if optimizer is not None)
 
     def has_stepped(self, unit: Unit) -> bool:
         return any(self._stepped_in.get(f.index) == self.engine.step_count for f in unit.flats)
@@ -441,7 +402,7 @@ class ApartStepper(Stepper):
                 if arrived is not None:
                     arrived.synchronize()
                 for optimizer in self._owners_of(flat):
-                    mine = [e for e in flat.entries if self._owner(e) is optimizer]
+                    mine = [e for e in flat.entries if self._owners.get(e.number) is optimizer]
                     step_flat(optimizer, engine, flat, mine)
                 drop_stepped_gradients(engine, flat, flat.entries)
         except Exception as error:

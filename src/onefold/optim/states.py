@@ -38,8 +38,7 @@ import onefold.optim.faced_states as faced_states
 import onefold.quant.moments as moments
 from onefold.optim.faced_states import Shape, kinds_of, policy_of, stored_as
 from onefold.optim.whole import Owned, epoch, owned_by, put_elsewhere
-from onefold.quant.moment_packing import encode
-from onefold.recipe.moments import SIGNED, moment_of
+from onefold.recipe.moments import moment_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.interval import disable_torch_function, owner_of
@@ -138,10 +137,8 @@ class OptimizerParts(HeldParts):
             if x == y or self.error is not None:
                 return
             how, new = policy_of(self.optimizer, entry, key), {key: values}
-            if how is not None and (format := how.of(entry)).packed:
-                values = values.to(entry.param.device, torch.float32)
-                packed = encode(format, values, SIGNED[key])
-                new = dict(zip(format.parts(key), packed, strict=True))
+            if how is not None:
+                new = moments.as_stored(how.of(entry), key, values.to(entry.param.device))
             for name, part in new.items():
                 self.store(entry, name, x, y, part)
 
@@ -172,7 +169,7 @@ class OptimizerParts(HeldParts):
             return self.stored(entry, key, x, y)
         names = [name for name in there if moment_of(name) == key]
         found = {name: self.stored(entry, name, x, y) for name in names}
-        return moments.unpacked(found, key, y - x)
+        return dict(moments.unpacked(found, y - x))[key]
 
     @contextlib.contextmanager
     def keeping_errors(self) -> Iterator[None]:

@@ -61,10 +61,11 @@ class MomentPolicy:
         return {name: part.dtype for name, part in self.of(entry).parts(key).items()}
 
     def parts(self, entry: Entry, group: dict[str, Any]) -> dict[str, torch.dtype]:
-        """Return the parts of all moments of a parameter."""
+        """Return the parts of all of Adam's moments of a parameter in a group: {key: dtype}."""
         out: dict[str, torch.dtype] = {}
-        for key in moments_of(group):
-            out |= self.stored(entry, key)
+        for key in SIGNED:
+            if group.get("amsgrad") or not key.startswith("max"):
+                out |= self.stored(entry, key)
         return out
 
 
@@ -100,11 +101,6 @@ def moment_policy(optimizer: Optimizer, recipe: Recipe, flat: Flat) -> MomentPol
             " out."
         )
     return MomentPolicy(FORMATS[name], chance)
-
-
-def moments_of(group: dict[str, Any]) -> list[str]:
-    """Return the keys of Adam's element-wise states for the parameters of a group."""
-    return [key for key in SIGNED if group.get("amsgrad") or not key.startswith("max")]
 
 
 # -- pieces of parameters --------------------------------------------------------------------------
@@ -202,11 +198,8 @@ def _part(how: MomentPolicy | None, piece: Piece) -> Part:
             key: value.clone() if isinstance(value, torch.Tensor) else value
             for key, value in piece.numbers.items()
         }
-        if how is None:
-            state |= piece.stored
-        else:
-            keys = {moment_of(key) for key in piece.stored}
-            state |= {key: unpacked(piece.stored, key, n) for key in SIGNED if key in keys}
+        stored = unpacked(piece.stored, n)
+        state |= {key: value if how is None else value.float() for key, value in stored}
     if how is not None:
         master, grad = master.float(), grad.float()
     # A 0-dim parameter keeps its shape. Its states are 0-dim too, and are numbers here
@@ -215,13 +208,24 @@ def _part(how: MomentPolicy | None, piece: Piece) -> Part:
     return Part(param, master.view(shape), grad.view(shape), state, n < param.numel())
 
 
-def unpacked(stored: dict[str, torch.Tensor], key: str, numel: int) -> torch.Tensor:
-    """Return the moment `key` in fp32, [numel]; what is stored itself if that is fp32."""
-    for format in FORMATS.values():
-        found = [stored.get(name) for name in format.parts(key)]
-        if format.packed and found[0] is not None and found[1] is not None:
-            return decode(format, found[0], found[1], numel, SIGNED[key])
-    return stored[key].float()
+def unpacked(stored: dict[str, torch.Tensor], numel: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield each state that is `stored`: (key, values [numel]), packed ones in fp32, others as they are."""
+    packing = [format for format in FORMATS.values() if format.packed]
+    for key in dict.fromkeys(map(moment_of, stored)):
+        format = next((f for f in packing if f.parts(key).keys() <= stored.keys()), None)
+        if format is None:
+            yield key, stored[key]
+        else:
+            codes, scales = (stored[name] for name in format.parts(key))
+            yield key, decode(format, codes, scales, numel, SIGNED[key])
+
+
+def as_stored(format: Format, key: str, value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return what is stored of the state `key`, values from a block's begin on: {key: part}."""
+    if not format.packed:
+        return {key: value}
+    parts = encode(format, value.float(), SIGNED[key])
+    return dict(zip(format.parts(key), parts, strict=True))
 
 
 def is_stored(how: MomentPolicy | None, key: str, value: Any, param: torch.Tensor) -> bool:
@@ -231,6 +235,14 @@ def is_stored(how: MomentPolicy | None, key: str, value: Any, param: torch.Tenso
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape == param.shape
 
 
+def stored_apart(
+    how: MomentPolicy | None, state: dict[str, Any], param: torch.Tensor
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the states that are stored element by element, and the others."""
+    stored = {key: v for key, v in state.items() if is_stored(how, key, v, param)}
+    return stored, {key: v for key, v in state.items() if key not in stored}
+
+
 def _put_back(how: MomentPolicy | None, piece: Piece, part: Part) -> dict[str, Any]:
     """Store masters and states of `part` in `piece`. Return the numbers among its state."""
     state, numbers = part.state or {}, dict[str, Any]()
@@ -238,7 +250,8 @@ def _put_back(how: MomentPolicy | None, piece: Piece, part: Part) -> dict[str, A
         if not is_stored(how, key, value, part.data):
             numbers[key] = value
         elif how is not None and how.of(piece.entry).packed:
-            _pack(how.of(piece.entry), key, value, piece.stored)
+            for name, part_of in as_stored(how.of(piece.entry), key, value).items():
+                piece.stored[name].copy_(part_of)
         else:
             if key not in piece.stored:
                 assert piece.new is not None
@@ -246,11 +259,6 @@ def _put_back(how: MomentPolicy | None, piece: Piece, part: Part) -> dict[str, A
             _round(how, piece, key, value, state, piece.stored[key])
     _round(how, piece, "master", part.data, state, piece.master)
     return numbers
-
-
-def _pack(format: Format, key: str, value: torch.Tensor, stored: dict[str, torch.Tensor]) -> None:
-    for name, new in zip(format.parts(key), encode(format, value, SIGNED[key]), strict=True):
-        stored[name].copy_(new)
 
 
 def _round(
@@ -281,26 +289,22 @@ def step_in_memory(
     if skipped(optimizer):
         return
     pieces = []
-    for entry in entries:
-        param, state = entry.param, optimizer.state.get(entry.param, {})
+    for entry in (entry for entry in entries if entry.param.numel()):
+        param = entry.param
         assert param.grad is not None
-        if param.numel():
-            stored = adopted(optimizer, how, entry, optimizer.param_groups[groups[id(param)]])
-            numbers = {k: v for k, v in state.items() if not is_stored(how, k, v, param)}
-            master, grad = param.data.reshape(-1), param.grad.reshape(-1)
-            pieces.append(Piece(entry, entry.owned()[0], master, grad, stored, numbers, not state))
+        adopt(optimizer, how, entry, optimizer.param_groups[groups[id(param)]])
+        stored, numbers = stored_apart(how, optimizer.state[param], param)
+        rows = {key: value.view(-1) for key, value in stored.items()}
+        master, grad = param.data.reshape(-1), param.grad.reshape(-1)
+        pieces.append(Piece(entry, entry.owned()[0], master, grad, rows, numbers, not numbers))
     step_pieces(optimizer, groups, how, pieces)
     for piece in pieces:
         param = piece.entry.param
         # An unsharded parameter (one rank) may be non-contiguous: reshape has made a copy
         if piece.master.data_ptr() != param.data_ptr():
             param.data.copy_(piece.master.view(param.shape))
-        # An element-wise moment has the parameter's shape; codes and scales are one-dimensional
-        shown = {
-            key: part if packed(key) is not None else part.view(param.shape)
-            for key, part in piece.stored.items()
-        }
-        optimizer.state[param] = piece.numbers | shown
+        state = optimizer.state[param]
+        optimizer.state[param] = piece.numbers | {key: state[key] for key in piece.stored}
         torch.autograd.graph.increment_version(param)
 
 
@@ -312,32 +316,32 @@ def skipped(optimizer: Any) -> bool:
     return found is not None and bool(found.item())
 
 
-def adopted(
-    optimizer: Optimizer, how: MomentPolicy, entry: Entry, group: dict[str, Any]
-) -> dict[str, torch.Tensor]:
-    """Return the moments of a parameter in the format they are stored in, [items] each.
-
-    They are those in `optimizer.state`, converted from another format if necessary; zeros for
-    moments that do not exist yet.
+def adopt(
+    optimizer: Optimizer, how: MomentPolicy | None, entry: Entry, group: dict[str, Any]
+) -> None:
+    """Bring the element-wise states of a parameter, which a load or a step before shard() may have made,
+    to the place and the format in which its step keeps them. Moments that do not exist yet are zeros;
+    on a disk undefined, if the parameter was never stepped.
     """
-    param, wanted, format = entry.param, how.parts(entry, group), how.of(entry)
-    there = {
-        key: value.to(param.device).reshape(-1)
-        for key, value in optimizer.state.get(param, {}).items()
-        if is_stored(how, key, value, param)
-    }
-    if all(name in there and there[name].dtype == dtype for name, dtype in wanted.items()):
-        return {name: there[name] for name in wanted}
-    n, device = param.numel(), param.device
-    stored = {
-        key: torch.zeros(-(-n // grain_of(key)), dtype=dtype, device=device)
-        for key, dtype in wanted.items()
-    }
-    known = {moment_of(key) for key in there}
-    for key in (key for key in moments_of(group) if key in known):
-        value = unpacked(there, key, n)
-        if format.packed:
-            _pack(format, key, value, stored)
-        else:
-            stored[key].copy_(value)
-    return stored
+    state = optimizer.state.setdefault(entry.param, {})
+    storage, held = entry.flat.storage, entry.owned()
+    there, _ = stored_apart(how, state, entry.param)
+    wanted, format = {key: value.dtype for key, value in there.items()}, FORMATS["fp32"]
+    if how is not None:
+        wanted, format = how.parts(entry, group), how.of(entry)
+    apart = storage.on_disk and not (how is not None and how.small(entry))
+    device = torch.device("meta") if apart else entry.param.device
+    found = {key: (v.dtype, v.device, v.is_contiguous()) for key, v in there.items()}
+    if found == {key: (dtype, device, True) for key, dtype in wanted.items()}:
+        return
+    old = {key: storage.read(entry, key, value, *held) for key, value in there.items()}
+    for key in there:
+        del state[key]
+    new = {key: storage.new_state(entry, key, wanted[key], in_memory=not apart) for key in wanted}
+    state.update(new)
+    for key in new if old else ():
+        storage.write(entry, key, new[key], *held, torch.zeros((), dtype=wanted[key]))
+    for key, value in unpacked(old, entry.param.numel()):
+        for name, part in as_stored(format, key, value).items():
+            if name in new:
+                storage.write(entry, name, new[name], *held, part)
