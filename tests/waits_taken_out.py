@@ -82,10 +82,14 @@ _WRITER = "for a thread that writes files"
 #: {file: {how a call begins: why it is none of these waits}}.
 NOT_WAITS = {
     "checkpoint/checkpointer.py": {"self.wait": _WRITER, "saving.wait": _WRITER, "self._saving.wait": _WRITER},
+    "checkpoint/together.py": {"engine.settle": _WRITER},
     "comm/ledger.py": {"self.settle": "enters what was measured"},
     "offload/nvme.py": {"self.settle": _DISK, "wait": _DISK, "transfer.settle": _DISK},
     "offload/step.py": {"window.settle": _DISK},
-    "offload/storage.py": {"self.transfers.risen()": "asks, and does not wait", "self.settle": _DISK},
+    "offload/storage.py": {
+        "self.transfers.risen()": "asks, and does not wait", "transfers.risen()": "asks, and does not wait",
+        "self.settle": _DISK, "window.settle": _DISK,
+    },
     "offload/transfers.py": {"self.risen()": "asks, and does not wait"},
     "runtime/engine.py": {"self.settle": _WRITER},
     "runtime/gather.py": {"self.join": "takes part in a gather"},

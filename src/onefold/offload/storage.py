@@ -87,8 +87,7 @@ def state_kind(key: str, dtype: torch.dtype) -> str:
 
 def grain_of_kind(kind: str) -> int:
     """Return the elements per item of a region: 1, but more for parts of packed moments."""
-    what, _, rest = kind.partition(" ")
-    return grain_of(rest.rpartition(" ")[0]) if what == "state" else 1
+    return grain_of(kind.removeprefix("state ").rpartition(" ")[0])
 
 
 class OffloadStorage(Storage):
@@ -518,10 +517,6 @@ class NvmeStorage(OffloadStorage):
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    @property
-    def _on_cpu(self) -> bool:
-        return not self.transfers.down.asynchronous
-
     def take_gradient(self, total: torch.Tensor, wanted: list[Entry]) -> bool:
         """Write the gradients of the entries `wanted` to NVMe, or add to those that are there.
 
@@ -558,7 +553,7 @@ class NvmeStorage(OffloadStorage):
                 # Clipping will ask for the norm. Now the gradient is still in memory.
                 if (norm := self.norm_before_it_left(entry, total)) is not None:
                     self.norms[entry.index] = norm
-                elif self._on_cpu and part.numel() and part.dtype == dtype:
+                elif not self.transfers.down.asynchronous and part.dtype == dtype:
                     self.norms[entry.index] = torch._foreach_norm([part], 2.0)[0]
                 entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
         return True
@@ -567,15 +562,9 @@ class NvmeStorage(OffloadStorage):
         """See `Storage`. Reads the gradient again unless `norms` has the answer."""
         if not self.gradients_on_disk:
             return super().gradient_norm(entry, p)
-        if p != 2 or self.scale is not None or entry.index not in self.norms:
-            part = self._scaled(entry.counted)
-            norm = (
-                torch._foreach_norm([part], p)[0] if self._on_cpu else self.norm_on_device(part, p)
-            )
-            if p != 2 or self.scale is not None:
-                return norm
-            self.norms[entry.index] = norm
-        return self.norms[entry.index]
+        if p == 2 and self.scale is None and entry.index in self.norms:
+            return self.norms[entry.index]
+        return self.norm_on_device(self._scaled(entry.counted), p)
 
     def read_gradient(self, entry: Entry) -> torch.Tensor:
         return self._scaled(entry.here)
@@ -634,11 +623,13 @@ class Window:
         region, grain = self.storage.region(kind, dtype), grain_of_kind(kind)
         first, last = items_of(self.a, self.b, grain)
         if pooled:
-            whole, data = transfers.buffer(last - first, dtype, unit, grain)
-            self._whole[kind] = whole
+            transfers.risen()
+            # Of one size, unless a larger one is needed
+            numel = max(last - first, -(-transfers.chunk // grain))
+            whole = self._whole[kind] = transfers.pool.take(numel, dtype, STAGING, unit)
         else:
-            data = empty(last - first, dtype, torch.device("cpu"), paged=True)
-        self.rows[kind] = data
+            whole = empty(last - first, dtype, torch.device("cpu"), paged=True)
+        data = self.rows[kind] = whole[: last - first]
         if read:
             self._reading.append(transfers.read(region, first, data, unit))
         return data

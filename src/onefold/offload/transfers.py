@@ -13,7 +13,7 @@ import torch
 
 from onefold.comm import TrafficEvent, TrafficLedger
 from onefold.device import CopyStream, HostSums, host_threads, using_threads
-from onefold.memory import LEAVING, STAGING, MemoryLedger, Pool, TierError, nbytes_of
+from onefold.memory import LEAVING, MemoryLedger, Pool, TierError, nbytes_of
 from onefold.recipe import Tier
 
 if TYPE_CHECKING:
@@ -147,18 +147,6 @@ class Transfers:
         """Wait until the gradients that the user finds on the host are complete."""
         self.down.wait()
         self.sums.release()
-
-    def buffer(
-        self, numel: int, dtype: torch.dtype, unit: str, grain: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (a host buffer to be given back to the pool, its first `numel` items). All buffers
-        have the same size, unless `numel` needs a larger one.
-
-        `grain`: elements that an item stands for.
-        """
-        self.risen()
-        whole = self.pool.take(max(numel, -(-self.chunk // grain)), dtype, STAGING, unit)
-        return whole, whole[:numel]
 
     def read(self, region: Region, start: int, into: torch.Tensor, unit: str) -> Transfer:
         """Start to read elements of `region` from `start` on into `into`."""
