@@ -39,10 +39,6 @@ from onefold.layout import round_up
 from onefold.memory import empty
 from onefold.runtime.engine import Engine
 
-# Weak on both sides: a save under way refers to its model, and this table must not keep that model
-# alive.
-_running: weakref.WeakKeyDictionary[Engine, weakref.ref[Background]] = weakref.WeakKeyDictionary()
-
 
 @dataclass
 class _Kept:
@@ -160,7 +156,6 @@ class Background:
         self._thread = threading.Thread(target=self._run, name=f"onefold {path.name}", daemon=False)
         self._copying = copying
         for engine in engines:
-            _running[engine] = weakref.ref(self)
             # The engine joins the thread before it frees anything that the thread may read
             engine.settle = partial(_join, self._thread)
             if copying is not None:
@@ -214,20 +209,7 @@ class Background:
         return self.path
 
 
-def running(engine: Engine) -> Background | None:
-    """Return the work under way on this engine, if any."""
-    known = _running.get(engine)
-    found = known() if known is not None else None
-    return found if found is not None and not found.done else None
-
-
-def settle(engine: Engine) -> None:
-    """Wait for the work under way. A failure is not raised here: see `Background.wait`."""
-    found = running(engine)
-    if found is not None:
-        _join(found._thread)
-
-
 def _join(thread: threading.Thread) -> None:
+    """Wait for the work under way. A failure is not raised here: see `Background.wait`."""
     if thread is not threading.current_thread():
         thread.join()

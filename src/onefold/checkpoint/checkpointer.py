@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
-from onefold.checkpoint.background import Background, running
+from onefold.checkpoint.background import Background
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.folder import newest_first, prune, remove_litter
 from onefold.checkpoint.loading import Loaded, load
@@ -112,9 +112,7 @@ class Checkpointer:
         """
         if self._saving is not None and self.busy == "skip":
             # All ranks must decide alike, and the save under way uses the checkpoint's communicator
-            mine = bytes(
-                [255, running(self._engine) is not None]
-            )  # no other message has this length
+            mine = bytes([255, self.under_way])  # no other message has this length
             context = self._engine.context("control", "(checkpoint)", "state")
             if self._engine.group.any_of(mine, context)[1]:
                 self.skipped += 1
@@ -132,6 +130,11 @@ class Checkpointer:
             save(path, model=self.model, step=step, overwrite=True, **parts)
             self._prune(path)
         return path
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a save into this folder is being written."""
+        return self._saving is not None and not self._saving.done
 
     def wait(self) -> None:
         """Wait until no save is under way. Raises: CheckpointError: the last save failed."""

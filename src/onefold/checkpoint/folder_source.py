@@ -25,7 +25,7 @@ from onefold.checkpoint.manifest import (
 from onefold.checkpoint.source import Item, Source, Stored, read_common
 from onefold.checkpoint.tensorfile import DTYPES, TensorFile
 from onefold.checkpoint.values import decode
-from onefold.layout.holders import BoxInterval, whole_region
+from onefold.layout.holders import BoxInterval
 from onefold.reading import formed, parse_json, read_bytes
 
 
@@ -91,7 +91,13 @@ class FolderSource(Source):
             except OSError as error:
                 raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from None
             self.compare(STATE, hashlib.sha256(text).hexdigest())
-            self._state = state_of_text(text, path)
+            try:
+                state = parse_json(text)
+                there = {key: value for key, value in state.items() if value is not None}
+                formed(_State, there)
+            except (ValueError, AttributeError) as error:
+                raise DamagedCheckpoint(f"{path} is not what Onefold writes: {error}.") from None
+            self._state = there
         return self._state
 
     def path(self, name: str) -> Path:
@@ -127,10 +133,6 @@ class FolderSource(Source):
     def aliases(self) -> Mapping[str, str]:
         return self._aliases
 
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
-        whole = whole_region(self.stored(item).shape)
-        self.read_box(item, BoxInterval(whole, start, stop), out)
-
     def read_box(self, item: Item, wanted: BoxInterval, out: torch.Tensor) -> None:
         record = self.records[item]
         pieces: Sequence[StoredPiece] = record.pieces
@@ -146,11 +148,6 @@ class FolderSource(Source):
         self, record: Record, piece: StoredPiece, start: int, stop: int, out: torch.Tensor
     ) -> None:
         """Read elements [start, stop) of a piece, counted from its first."""
-        file, key = self._place_of(record, piece)
-        file.read(key, start, stop, out)
-
-    def _place_of(self, record: Record, piece: StoredPiece) -> tuple[TensorFile, str]:
-        """Return the file that holds a piece, and the piece's name there."""
         file, key = self.file(piece.file), key_of(record.item, piece.where)
         entry = file.header.get(key)
         expected = DTYPES[record.dtype], (piece.where.numel,)
@@ -159,7 +156,7 @@ class FolderSource(Source):
                 f"{file.path} does not hold {record.item} as the manifest says: it belongs to another"
                 " checkpoint, or is damaged."
             )
-        return file, key
+        file.read(key, start, stop, out)
 
     def file(self, name: str) -> TensorFile:
         """Open a file of tensors, and check its header and checksums."""
@@ -185,14 +182,3 @@ class FolderSource(Source):
         for file in self._files.values():
             file.close()
         self._files.clear()
-
-
-def state_of_text(text: bytes, where: Path) -> dict[str, Any]:
-    """Parse a state.json. Raises: CheckpointError: it is none."""
-    try:
-        state = parse_json(text)
-        there = {key: value for key, value in state.items() if value is not None}
-        formed(_State, there)
-    except (ValueError, AttributeError) as error:
-        raise DamagedCheckpoint(f"{where} is not what Onefold writes: {error}.") from None
-    return there

@@ -39,7 +39,7 @@ from onefold.checkpoint.values import encode
 from onefold.comm import Group
 from onefold.layout.holders import BoxInterval, whole_region
 from onefold.optim.states import OptimizerParts, kinds_of, meet
-from onefold.recipe.moments import BLOCK, packed
+from onefold.recipe.moments import BLOCK, moment_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.parameters.parameter import disable_torch_function
@@ -177,7 +177,7 @@ def collect(
     Raises:
         CheckpointError: something cannot be stored.
     """
-    out, home = RankState(), engines[0]
+    out, home = RankState(values={"scalars": {}}), engines[0]
     known = {id(entry.param): entry for engine in engines for entry in engine.entries}
     with disable_torch_function(), torch.no_grad():
         chosen = _chosen(known.values(), frozen)
@@ -242,7 +242,6 @@ def _collect_optimizers(
     """
     here = {id(entry.param): entry for entry in engine.entries}
     said: list[dict[str, Any]] = []
-    scalars: dict[str, dict[str, Any]] = {}
     for optimizer in optimizers:
         meet(optimizer)
         kind, groups = type(optimizer).__name__, []
@@ -261,13 +260,9 @@ def _collect_optimizers(
                     " nothing could give it back. Keep it in a parameter group, or save it with"
                     " extra=."
                 )
-        _collect_states(out, engine, optimizer, here, scalars)
+        _collect_states(out, engine, optimizer, here)
     if engine.rank == 0:
         out.values.setdefault("optimizers", []).append(said)
-    out.values.setdefault("scalars", {}).update(
-        (name, {key: encode(v, f"{key!r} of parameter {name!r}") for key, v in state.items()})
-        for name, state in scalars.items()
-    )
 
 
 def _collect_states(
@@ -275,9 +270,8 @@ def _collect_states(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     here: Mapping[int, Entry],
-    scalars: dict[str, dict[str, Any]],
 ) -> None:
-    """Add an optimizer's states; single numbers to `scalars`, by the parameter's name."""
+    """Add an optimizer's states; single numbers to the values, by the parameter's name."""
     held = [(here[id(p)], state) for p, state in optimizer.state.items() if id(p) in here]
     parts, first = OptimizerParts(optimizer), engine.rank == 0
     # A load may give the optimizer other states before a save in the background has copied these
@@ -286,18 +280,18 @@ def _collect_states(
     for (entry, state), kind_of in zip(held, kinds, strict=True):
         whole, moments, (start, stop) = parts.owned(entry), set[str](), parts.accounted(entry)
         for key, value in state.items():
-            kind, part = kind_of[key], packed(key)
+            kind, name = kind_of[key], moment_of(key)
             if kind in ("packed", "elements"):
-                name = key if part is None else part.key
                 if name not in moments:  # codes and scales are one moment
-                    dtype = value.dtype if part is None else torch.float32
+                    dtype = torch.float32 if kind == "packed" else value.dtype
                     out.add(Held(entry, name, dtype, parts, start, stop), value, first)
                 moments.add(name)
             elif kind == "number":
                 # Every rank has the number. Ranks that answer for some of the parameter's elements
                 # report it (all ranks, if it has none); the first report counts.
                 if stop > start or entry.numel == 0:
-                    scalars.setdefault(entry.name, {})[key] = value
+                    numbers = out.values["scalars"].setdefault(entry.name, {})
+                    numbers[key] = encode(value, f"{key!r} of parameter {entry.name!r}")
             elif whole is not None and entry.region is None:
                 if whole.counts() and (first or entry.flat.divided):
                     out.add_own(Item("state", entry.name, key), value)

@@ -15,7 +15,6 @@ import json
 import operator
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -36,7 +35,6 @@ from onefold.checkpoint.manifest import (
     write_manifest,
 )
 from onefold.checkpoint.parts import (
-    RankState,
     Report,
     collect,
     records,
@@ -100,7 +98,7 @@ def save(
             `path` is unchanged.
     """
     things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
-    _begin("save", path, model, optimizer, things, step, tokenizer, overwrite, frozen)()
+    _Save("save", path, model, optimizer, things, step, tokenizer, overwrite, frozen)()
     return Path(path)
 
 
@@ -135,63 +133,11 @@ def save_async(
     """
     begun = time.perf_counter()
     things = {"scheduler": scheduler, "scaler": scaler, "data": data, "extra": extra}
-    work = _begin("save_async", path, model, optimizer, things, step, tokenizer, overwrite, frozen)
+    work = _Save("save_async", path, model, optimizer, things, step, tokenizer, overwrite, frozen)
     if work.copying is None:  # state on a disk is not copied
         work()
         return Background(work.engines, Path(path), lambda: None, begun)
     return Background(work.engines, Path(path), work, begun, work.copying)
-
-
-def _begin(
-    call: str, path: str | Path, model: Models, optimizer: Optimizers, things: Mapping[str, Any], step: int | None, tokenizer: Any,
-    overwrite: bool, frozen: bool | Collection[str] = True,
-) -> _Writing:  # fmt: skip
-    """Do the part of a save during which the training must wait. Errors that can be found before
-    anything is written are raised here.
-    """
-    models, engines, together = begun(call, model)
-    first, target, given = engines[0], Path(path).absolute(), optimizers_of(optimizer)
-    parts, copying = RankState(), None
-    place: Unfinished | None = None
-    own = [_own_buffers(engine, each) for engine, each in zip(engines, models, strict=True)]
-    with contextlib.ExitStack() as on_error:
-        # All ranks learn of errors and of the folder's name before anything is written
-        with together.each_rank():
-            for engine in engines:  # first, since it may be collective
-                engine.uninitialized.refuse("save() would write")
-            step = step_of(step)
-            for engine in engines:
-                check_optimizers(optimizer)
-                engine.transfers.check()
-            parts = collect(engines, models, given, things, frozen, own, together.ranks[0])
-            behind = call == "save_async" and not any(engine.on_disk for engine in engines)
-            copying = Copying(first, parts) if behind else None
-            if together.rank == 0:
-                place = on_error.enter_context(Unfinished(target, overwrite))
-        mine = {"path": str(target), "step": step, "overwrite": overwrite}
-        if together is Together.of(first):
-            mine["optimizer"] = kinds_of(given)
-        mine["frozen"] = frozen if isinstance(frozen, bool) else ", ".join(sorted(frozen))
-        said = together.all_gather((str(place.folder) if place is not None else "", mine))
-        raise_different("save", [given for _, given in said])
-        for engine in engines:
-            ranks = Together.of(engine)
-            updates = ranks.all_gather(sorted(engine.group.updates))
-            engine.group.updates.clear()
-            if how := difference(dict(zip(ranks.ranks, updates, strict=True))):
-                raise CheckpointError(f"save() would write what is not one training: {how}")
-        on_error.pop_all()
-    texts: list[Any] = []  # objects whose save_pretrained() writes HF's files
-    if together.rank == 0:
-        named = (getattr(models[0], name, None) for name in ("config", "generation_config"))
-        savers = ((thing, getattr(thing, "save_pretrained", None)) for thing in (*named, tokenizer))
-        texts = [thing for thing, writes in savers if callable(writes)]
-    saver = saved_by(first) | {"world_size": together.size}
-    data_of = Together.of(first).data_of  # of the first stage, if this is its first rank
-    folder = Path(said[0][0])
-    return _Writing(
-        engines, together, data_of, parts, copying, folder, place, overwrite, step, saver, texts
-    )
 
 
 def begun(call: str, model: Models) -> tuple[list[nn.Module], list[Engine], Together]:
@@ -250,28 +196,64 @@ def kinds_of(things: Sequence[Any]) -> str:
     return ", ".join(type(each).__name__ for each in things if each is not None) or "None"
 
 
-@dataclass
-class _Writing:
-    """The part of a save that can run in the background.
+class _Save:
+    """A save. To make it is the part during which the training must wait. To call it writes the
+    checkpoint, also in the background.
 
     Attributes:
         folder: the hidden folder that all ranks write to.
         place: that folder as an object, on the first rank, which renames it.
-        saver: see `saved_by`.
         texts: objects that write a transformers model's own files.
     """
 
-    engines: list[Engine]
-    together: Together
-    data_of: list[int]
-    parts: RankState
-    copying: Copying | None
-    folder: Path
-    place: Unfinished | None
-    overwrite: bool
-    step: int | None
-    saver: dict[str, Any]
-    texts: list[Any]
+    copying: Copying | None = None
+    place: Unfinished | None = None
+
+    def __init__(
+        self, call: str, path: str | Path, model: Models, optimizer: Optimizers, things: Mapping[str, Any], step: int | None,
+        tokenizer: Any, overwrite: bool, frozen: bool | Collection[str],
+    ) -> None:  # fmt: skip
+        """Collective. Raises: CheckpointError: on every rank: what can be found before anything is
+        written.
+        """
+        models, self.engines, self.together = begun(call, model)
+        engines, together, self.overwrite = self.engines, self.together, overwrite
+        first, given, target = engines[0], optimizers_of(optimizer), Path(path).absolute()
+        own = [_own_buffers(engine, each) for engine, each in zip(engines, models, strict=True)]
+        with contextlib.ExitStack() as on_error:
+            # All ranks learn of errors and of the folder's name before anything is written
+            with together.each_rank():
+                for engine in engines:  # first, since it may be collective
+                    engine.uninitialized.refuse("save() would write")
+                self.step = step_of(step)
+                for engine in engines:
+                    check_optimizers(optimizer)
+                    engine.transfers.check()
+                ranks = together.ranks[0]
+                self.parts = collect(engines, models, given, things, frozen, own, ranks)
+                if call == "save_async" and not any(engine.on_disk for engine in engines):
+                    self.copying = Copying(first, self.parts)
+                if together.rank == 0:
+                    self.place = on_error.enter_context(Unfinished(target, overwrite))
+            mine = {"path": str(target), "step": self.step, "overwrite": overwrite}
+            if together is Together.of(first):
+                mine["optimizer"] = kinds_of(given)
+            mine["frozen"] = frozen if isinstance(frozen, bool) else ", ".join(sorted(frozen))
+            folder = str(self.place.folder) if self.place is not None else ""
+            said = together.all_gather((folder, mine))
+            raise_different("save", [given for _, given in said])
+            for engine in engines:
+                home = Together.of(engine)
+                updates = home.all_gather(sorted(engine.group.updates))
+                engine.group.updates.clear()
+                if how := difference(dict(zip(home.ranks, updates, strict=True))):
+                    raise CheckpointError(f"save() would write what is not one training: {how}")
+            on_error.pop_all()
+        self.folder = Path(said[0][0])
+        self.data_of = Together.of(first).data_of  # of the first stage, if this is its first rank
+        self.saver = saved_by(first) | {"world_size": together.size}
+        named = (getattr(models[0], name, None) for name in ("config", "generation_config"))
+        self.texts = [thing for thing in (*named, tokenizer) if hasattr(thing, "save_pretrained")]
 
     def __call__(self) -> None:
         """Write and commit the checkpoint. Collective. Raises: CheckpointError: on every rank."""

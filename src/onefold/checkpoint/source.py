@@ -58,8 +58,8 @@ SourceT = TypeVar("SourceT", bound="Source")
 
 
 class Source:
-    """Something to load from. A subclass implements `describe`, `items` and `read`, and whatever
-    else it has. All methods may raise CheckpointError.
+    """Something to load from. A subclass implements `describe`, `items`, and `read` or `read_box`, and
+    whatever else it has. All methods may raise CheckpointError.
 
     Attributes:
         form: the format, for messages. folder: the folder it is read from.
@@ -107,7 +107,8 @@ class Source:
         """Read elements `[start, stop)` of the flattened tensor into `out` ([stop - start],
         contiguous, on the host), converted to out's dtype.
         """
-        raise NotImplementedError
+        whole = whole_region(self.stored(item).shape)
+        self.read_box(item, BoxInterval(whole, start, stop), out)
 
     def read_box(self, item: Item, wanted: BoxInterval, out: torch.Tensor) -> None:
         """Read elements of a box of the tensor into `out`, as `read` does."""

@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 
-from onefold.checkpoint.background import settle
 from onefold.checkpoint.errors import CheckpointError, DamagedCheckpoint
 from onefold.checkpoint.progress import Signs
 from onefold.comm import CollectiveContext, Group, StallError
@@ -44,7 +43,7 @@ def meet(engine: Engine, call: str) -> None:
         raise
     except RuntimeError as error:
         raise CheckpointError(str(error)) from None
-    settle(engine)
+    engine.settle()
 
 
 class Together:
@@ -122,16 +121,11 @@ class Together:
         self._talk(parts, torch.nn.functional.pad(text, (0, most - len(text))))
         return [pickle.loads(bytes(parts[r][: int(lengths[r])].numpy())) for r in of]
 
-    def agree(self, error: Exception | None) -> None:
-        """Raise on every rank if any rank has an error.
-        Raises: CheckpointError: with the first rank's error and the number of others.
-        """
-        raise_first(self.all_gather(None if error is None else worded(error)))
-
     @contextlib.contextmanager
     def each_rank(self) -> Iterator[None]:
         """Run a block of local work. At its end, an error on one rank is raised on all ranks.
-        Raises: CheckpointError; or UninitializedError on a rank whose block has raised an UninitializedError.
+        Raises: CheckpointError, with the first rank's error and the number of others; or
+        UninitializedError on a rank whose block has raised an UninitializedError.
         """
         error: Exception | None = None
         try:
@@ -139,7 +133,7 @@ class Together:
         except Exception as raised:
             error = raised
         try:
-            self.agree(error)
+            raise_first(self.all_gather(None if error is None else worded(error)))
         except CheckpointError as told:
             if isinstance(
                 error, UninitializedError
@@ -153,7 +147,7 @@ class Together:
         engine = self._engine()
         if engine is not None:
             # One exchange at a time: a background save or load uses this communicator too
-            settle(engine)
+            engine.settle()
         try:
             self._wait(self._group.allgather([out], [mine]))
         except StallError:

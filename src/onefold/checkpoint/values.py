@@ -75,10 +75,9 @@ def encode(value: Any, where: str, keep: Keep | None = None) -> Any:
             for k, v in value.items()
         ]
         return {"$counter" if counter else "$dict": pairs}
-    if isinstance(value, list):
-        return [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]
-    if isinstance(value, tuple):
-        return {"$tuple": [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]}
+    if isinstance(value, (list, tuple)):
+        inner = [encode(v, f"{where}[{i}]", keep) for i, v in enumerate(value)]
+        return inner if isinstance(value, list) else {"$tuple": inner}
     if isinstance(value, (bytes, bytearray)):
         return {"$bytes": base64.b64encode(value).decode()}
     if isinstance(value, torch.dtype):

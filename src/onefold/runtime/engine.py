@@ -221,7 +221,7 @@ class Engine:
         self.handles: list[Any] = []
         self.finalizer: Any = None
         # Waits for background work (a save), so that its failure is known
-        self.settle: Callable[[], None] | None = None
+        self.settle: Callable[[], None] = lambda: None
 
         # In this order: each takes what it needs of those before
         self.steppers = capabilities.steppers(self)
@@ -258,8 +258,7 @@ class Engine:
         if self.closed:
             return
         self.closed = True
-        if self.settle is not None:
-            self.settle()
+        self.settle()
         self.early.close()
         for group in filter(None, (self.across, self.group)):
             group.close()
@@ -478,8 +477,7 @@ class Engine:
 
     def tell_failure(self) -> None:
         """Raise the error of background work: the one not raised yet, or else the most recent."""
-        if self.settle is not None:
-            self.settle()  # another rank's work may have failed first: wait for this rank's error
+        self.settle()  # another rank's work may have failed first: wait for this rank's error
         failure = self.failure or self.last_failure
         self.failure, self.failure_agreed = None, False
         if failure is not None:

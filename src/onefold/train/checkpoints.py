@@ -22,8 +22,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import onefold
-from onefold.checkpoint.background import running
 from onefold.checkpoint.checkpointer import Checkpointer
 from onefold.checkpoint.errors import DamagedCheckpoint
 from onefold.checkpoint.folder import OF_RUN, newest_first
@@ -296,5 +294,5 @@ class Keeper:
 
     def _look(self) -> None:
         """Tell of a save that has ended. Raises CheckpointError if it failed."""
-        if self._under_way is not None and running(onefold.engine_of(self.run.model)) is None:
+        if self._under_way is not None and not self._checkpointer.under_way:
             self.wait()
