@@ -13,7 +13,7 @@ import typer
 
 from onefold.cli.checkpoint import app as checkpoint_app
 from onefold.cli.doctor import doctor_command
-from onefold.cli.options import option, with_readable_help
+from onefold.cli.options import Json, option, with_readable_help
 from onefold.cli.plan import plan_command
 from onefold.cli.show import answered, show
 from onefold.cli.train import train_command
@@ -62,7 +62,7 @@ def root(
 def report_command(
     run: Annotated[Path, typer.Argument(help="The output folder of a run.", show_default=False)],
     output: Annotated[Path | None, option("The file to write (default: RUN/report.html).")] = None,
-    as_json: Annotated[bool, option("Say in JSON what was written.", None, "--json")] = False,
+    as_json: Json = False,
 ) -> int:
     """Write one HTML page about a run: loss, throughput, memory, traffic, timeline, predicted
     against measured. It opens offline.
@@ -90,9 +90,7 @@ def explain_command(
         int | None,
         typer.Option("--ranks", min=1, help="Check the batch sizes for so many ranks."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object instead of a table.")
-    ] = False,
+    as_json: Json = False,
 ) -> int:
     """Say what became of each key: served, left open by "auto", inert (without meaning here), unknown,
     or refused. Exit status: 0 it can be trained with, 1 something is refused, 2 it cannot be read.

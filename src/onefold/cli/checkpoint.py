@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from onefold.cli.options import option
+from onefold.cli.options import Json, option
 from onefold.cli.show import answered, progress, show
 from onefold.recipe.options import bytes_of
 
@@ -41,7 +41,6 @@ Path_ = Annotated[
         show_default=False,
     ),
 ]
-Json = Annotated[bool, option("Print one JSON object instead of words and tables.", None, "--json")]
 Filter = Annotated[
     str | None, option("A glob: only these tensors, such as '*.mlp.*'.", None, "--filter")
 ]

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from onefold.cli.options import option
+from onefold.cli.options import Json, option
 from onefold.cli.show import answered, show
 
 #: Prefixes of the environment variables that a check's report lists.
@@ -31,9 +31,7 @@ def doctor_command(
     check: Annotated[
         bool, option("Check collectives, stages, offload, checkpoints and overlap: under two minutes.", None, "--check")
     ] = False,
-    as_json: Annotated[
-        bool, option("Print one JSON object instead of tables.", None, "--json")
-    ] = False,
+    as_json: Json = False,
     output: Annotated[Path | None, option("Calibration file to write, or show (default: onefold/machine.toml in ~/.cache).")] = None,
     device: Annotated[Literal["auto", "cpu", "cuda"], option("Where ranks compute.", shown=True)] = "auto",
     ranks: Annotated[

@@ -49,6 +49,11 @@ def option(
     )
 
 
+Json = Annotated[
+    bool, option("Print one JSON object, in place of words and tables.", None, "--json")
+]
+
+
 class _Command(TyperCommand):
     """A command that takes no empty text, no infinity and no number of more than 64 bits.
 

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,132 +60,110 @@ SIZES = {
 }
 
 
-@dataclass
-class Bench:
-    """A rank that measures together with the others. Every method is collective."""
+def measure(ranks: Ranks, sizes: Sizes) -> dict[str, Any]:
+    """Return the row of a GPU or of a rank's share of the CPU, and figures of
+    `onefold.machine.calibration.Calibration`. Collective: all ranks do the same at the same time.
+    """
+    device, world_size = ranks.device, ranks.world_size
 
-    ranks: Ranks
-    sizes: Sizes
+    def once(call: Callable[[], object], count: int) -> float:
+        synchronize(device)
+        ranks.gather(None)
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        synchronize(device)
+        begins, ends = zip(*ranks.gather((begin, time.perf_counter())), strict=True)
+        return float(max(ends) - min(begins))
 
-    def seconds(self, call: Callable[[], object]) -> float:
+    def seconds(call: Callable[[], object]) -> float:
         """Return the median seconds of a call; see [Note: the group's seconds]. The first does not
         count.
         """
         call()
-        count = max(1, round(SHORTEST / max(self._once(call, 1), 1e-7)))
-        return statistics.median(self._once(call, count) for _ in range(REPEATS)) / count
+        count = max(1, round(SHORTEST / max(once(call, 1), 1e-7)))
+        return statistics.median(once(call, count) for _ in range(REPEATS)) / count
 
-    def _once(self, call: Callable[[], object], count: int) -> float:
-        synchronize(self.ranks.device)
-        self.ranks.gather(None)
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        synchronize(self.ranks.device)
-        begins, ends = zip(*self.ranks.gather((begin, time.perf_counter())), strict=True)
-        return float(max(ends) - min(begins))
+    # FLOP/s of a large product by precision
+    rates, n = dict[str, float](), sizes.side
+    lacks_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(False)
+    for precision in PRECISIONS:
+        slow = precision == "fp16" and device.type == "cpu"
+        if precision == "tf32" or slow or (precision == "bf16" and lacks_bf16):
+            continue
+        a, b = torch.randn(2, n, n, device=device).to(COMPUTE_DTYPES[precision])
+        rates[precision] = 2 * n**3 / seconds(partial(F.linear, a, b))
 
-    def products(self) -> dict[str, float]:
-        """Return the FLOP/s of a large product by precision."""
-        device, n = self.ranks.device, self.sizes.side
-        lacks_bf16 = device.type == "cuda" and not torch.cuda.is_bf16_supported(False)
-        found = {}
-        for precision in PRECISIONS:
-            slow = precision == "fp16" and device.type == "cpu"
-            if precision == "tf32" or slow or (precision == "bf16" and lacks_bf16):
-                continue
-            a, b = torch.randn(2, n, n, device=device).to(COMPUTE_DTYPES[precision])
-            found[precision] = 2 * n**3 / self.seconds(lambda a=a, b=b: F.linear(a, b))  # type: ignore[misc]
-        return found
+    # Bytes/s of copies within memory, read and written, and over the host link
+    source, target = torch.zeros(2, sizes.copy, dtype=torch.uint8, device=device)
+    memory = 2 * sizes.copy / seconds(partial(target.copy_, source))
+    copies = {"memory_bandwidth": memory}
+    if has_streams(device):
+        host = torch.zeros(sizes.copy, dtype=torch.uint8, device="cpu", pin_memory=True)
+        down = seconds(partial(target.copy_, host, non_blocking=True))
+        up = seconds(partial(host.copy_, target, non_blocking=True))
+        copies["host_link"] = sizes.copy / max(up, down)
+    del source, target
 
-    def copies(self) -> dict[str, float]:
-        """Return the bytes/s of copies within memory, read and written, and over the host link."""
-        device, n = self.ranks.device, self.sizes.copy
-        source, target = torch.zeros(2, n, dtype=torch.uint8, device=device)
-        found = {"memory_bandwidth": 2 * n / self.seconds(lambda: target.copy_(source))}
-        if has_streams(device):
-            host = torch.zeros(n, dtype=torch.uint8, device="cpu", pin_memory=True)
-            down = self.seconds(lambda: target.copy_(host, non_blocking=True))
-            up = self.seconds(lambda: host.copy_(target, non_blocking=True))
-            found["host_link"] = n / max(up, down)
-        return found
-
-    def gathers(self) -> tuple[float, float]:
-        """Return the bytes/s that a rank sends in large gathers, and the seconds of one hop."""
-        device, size = self.ranks.device, self.ranks.world_size
+    # Bytes/s that a rank sends in large gathers, and seconds of one hop
+    link, hop = memory, 0.0  # one rank moves nothing: any rate would do
+    if world_size > 1:
         group = Group.over(None, device, TIMEOUT, FLAT)
         context = CollectiveContext("all-gather", "calibration", 0, "doctor")
-
-        def seconds(nbytes: int) -> tuple[int, float]:
-            full = torch.zeros(max(1, nbytes // 4 // size) * size, device=device)
-            sent = 4 * full.numel() // size * (size - 1)
-            return sent, self.seconds(lambda: group.all_gather(full, context, 0).wait())
-
-        (few, short), (many, long) = seconds(self.sizes.small), seconds(self.sizes.gather)
+        sent, took = [], []
+        for nbytes in (sizes.small, sizes.gather):
+            full = torch.zeros(max(1, nbytes // 4 // world_size) * world_size, device=device)
+            sent.append(4 * full.numel() // world_size * (world_size - 1))
+            took.append(seconds(lambda full=full: group.all_gather(full, context, 0).wait()))  # type: ignore[misc]
         group.close()
-        rate = (many - few) / max(long - short, 1e-9)
+        link = (sent[1] - sent[0]) / max(took[1] - took[0], 1e-9)
         # A ring of N ranks takes N - 1 hops; gloo's ranks send to all at once
-        hops = 1 if device.type == "cpu" else size - 1
-        return rate, max(0.0, short - few / rate) / hops
+        hop = max(0.0, took[0] - sent[0] / link) / (1 if device.type == "cpu" else world_size - 1)
 
-    def steps(self, rates: dict[str, float], memory: float, link: float) -> tuple[float, float]:
-        """Train blocks of torch's own. Return what passes reach of the rate of large products, and
-        the share of the moves' seconds that a step at stage 3 takes longer than its parts. In other
-        precisions passes reach another share: their `rates` become those with which it is the same.
-        """
-        w, t, device = self.sizes.width, self.sizes.tokens, self.ranks.device
-        first: Precision = "bf16" if device.type == "cuda" and "bf16" in rates else "fp32"
-        x = torch.randn(1, t, w, device=device)
-        # PaLM (2022), appendix B: 6 for each of the 12·h² parameters of a layer and token, 12·h·s for attention
-        flops = BLOCKS * (6 * 12 * w * w * t + 12 * w * t * t)
-        numel = BLOCKS * 12 * w * w
+    # What passes through blocks of torch's own reach of the rate of large products. In other precisions
+    # they reach another share: their rates become those with which it is the same
+    w, t = sizes.width, sizes.tokens
+    first: Precision = "bf16" if device.type == "cuda" and "bf16" in rates else "fp32"
+    x = torch.randn(1, t, w, device=device)
+    # PaLM (2022), appendix B: 6 for each of the 12·h² parameters of a layer and token, 12·h·s for attention
+    flops = BLOCKS * (6 * 12 * w * w * t + 12 * w * t * t)
 
-        def training(stage: int, precision: Any) -> tuple[Any, torch.optim.Optimizer]:
-            layers = [
-                nn.TransformerEncoderLayer(w, max(1, w // 64), 4 * w, 0.0, batch_first=True, norm_first=True)
-                for _ in range(BLOCKS)
-            ]  # fmt: skip
-            recipe = Recipe.zero(stage, precision=precision, stall_timeout=TIMEOUT)
-            model = onefold.shard(nn.Sequential(*layers), recipe, device=device)
-            return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    def training(stage: int, precision: Any) -> tuple[Any, torch.optim.Optimizer]:
+        layers = [
+            nn.TransformerEncoderLayer(w, max(1, w // 64), 4 * w, 0.0, batch_first=True, norm_first=True)
+            for _ in range(BLOCKS)
+        ]  # fmt: skip
+        recipe = Recipe.zero(stage, precision=precision, stall_timeout=TIMEOUT)
+        model = onefold.shard(nn.Sequential(*layers), recipe, device=device)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
-        computing = {}
-        for precision in rates:
-            model, _ = training(0, precision)
-            with onefold.no_sync(model):
-                computing[precision] = self.seconds(lambda m=model: m(x).float().sum().backward())  # type: ignore[misc]
-        reached = flops / computing[first] / rates[first]
-        rates |= {precision: flops / seconds / reached for precision, seconds in computing.items()}
-        model, optimizer = training(3, first)
+    computing = {}
+    for precision in rates:
+        model, _ = training(0, precision)
+        with onefold.no_sync(model):
+            computing[precision] = seconds(lambda m=model: m(x).float().sum().backward())  # type: ignore[misc]
+    reached = flops / computing[first] / rates[first]
+    rates = {precision: flops / took / reached for precision, took in computing.items()}
 
-        def step() -> None:
-            model(x).float().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+    # The share of the moves' seconds that a step at stage 3 takes longer than its parts
+    model, optimizer = training(3, first)
 
-        step()
-        engine = onefold.engine_of(model)
-        before = engine.traffic.sent().nbytes
-        step()
-        moving = (engine.traffic.sent().nbytes - before) / link
-        # AdamW reads parameter, gradient and two moments, and writes all but the gradient
-        update = 28 * numel / self.ranks.world_size / memory
-        beyond = self.seconds(step) - computing[first] - update
-        share = min(1.0, max(0.0, beyond / moving)) if moving else 0.0
-        return reached, share
+    def step() -> None:
+        model(x).float().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
-
-def measure(ranks: Ranks, sizes: Sizes) -> dict[str, Any]:
-    """Return the row of a GPU or of a rank's share of the CPU, and figures of
-    `onefold.machine.calibration.Calibration`. Collective.
-    """
-    bench = Bench(ranks, sizes)
-    rates, copies = bench.products(), bench.copies()
-    # One rank moves nothing: any rate would do
-    link, hop = bench.gathers() if ranks.world_size > 1 else (copies["memory_bandwidth"], 0.0)
-    share, contention = bench.steps(rates, copies["memory_bandwidth"], link)
+    step()
+    engine = onefold.engine_of(model)
+    before = engine.traffic.sent().nbytes
+    step()
+    moving = (engine.traffic.sent().nbytes - before) / link
+    # AdamW reads parameter, gradient and two moments, and writes all but the gradient
+    update = 28 * BLOCKS * 12 * w * w / world_size / memory
+    beyond = seconds(step) - computing[first] - update
+    share = min(1.0, max(0.0, beyond / moving)) if moving else 0.0
     gpu = {"attainable": 1.0, **rates, **copies, "link": link}
-    return {"gpu": gpu, "kernel_share": share, "hop_seconds": hop, "contention": contention}
+    return {"gpu": gpu, "kernel_share": reached, "hop_seconds": hop, "contention": share}
 
 
 def main(folder: str, device: str) -> None:
