@@ -34,7 +34,6 @@ import torch
 from torch import nn
 
 from onefold.memory import nbytes_of
-from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.interval import disable_torch_function, local_part
@@ -140,7 +139,7 @@ class EMA:
         with disable_torch_function(), torch.no_grad():
             before = {e: local_part(e.param).clone() for e in self._averages}
         try:
-            self._put(engine, self._averages)
+            self._put(self._averages)
             self._inside, engine.copying = True, self._refuse_writes
             yield self._model
         finally:
@@ -148,14 +147,14 @@ class EMA:
             if copying is not None and copying != self._refuse_writes:
                 copying()  # wait for a background save, which copies the averages
             engine.about_to_write()  # wait for the gathers that read the averages
-            self._put(engine, before)
+            self._put(before)
 
-    def _put(self, engine: Engine, values: Mapping[Entry, torch.Tensor]) -> None:
+    def _put(self, values: Mapping[Entry, torch.Tensor]) -> None:
         """Put values in the masters' place."""
         with disable_torch_function(), torch.no_grad():
             for entry, value in values.items():
                 local_part(entry.param).copy_(value)
-        engine.make_stale()
+        self._engine.make_stale()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole averages on rank 0's host, with the keys of

@@ -143,9 +143,6 @@ class HeldParts(ABC):
     def write(self, item: StateItem, x: int, y: int, values: torch.Tensor) -> None:
         """Overwrite the elements by `values`, [y - x], in the item's dtype on any device."""
 
-    def finish(self) -> None:
-        """Bring up to date what is made of the elements. Called after the last `write`."""
-
 
 class MasterParts(HeldParts):
     """The master weights, wherever they are stored. Callers of `write` wait for copies of masters
@@ -177,6 +174,7 @@ class MasterParts(HeldParts):
             entry.flat.storage.write(entry, "", entry.param, x, y, values)
 
     def finish(self) -> None:
+        """Bring up to date what is made of the elements. Called after the last `write`."""
         written, self._written = self._written, False
         while self._open:
             flat, values = self._open.popitem()
