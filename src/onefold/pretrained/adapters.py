@@ -36,22 +36,22 @@ from onefold.checkpoint.tensorfile import CHUNK
 from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.export import (
     MAX_SHARD_BYTES,
-    Make,
+    Origin,
     begin,
     check_arguments,
-    converted,
     first_dtype,
-    masters,
+    origins_of,
     plan,
     save_beside,
-    wholes,
+    whole,
     write,
 )
-from onefold.pretrained.fitted import Fitted, Outline, refuse_shapes, unwrapped
-from onefold.pretrained.hf_names import Outgoing, whole
+from onefold.pretrained.fitted import Fitted, Outline, outline_of, refuse_shapes, ties, unwrapped
+from onefold.pretrained.hf_names import same
 from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted
 from onefold.reading import StrPath
 from onefold.runtime.hooks import engine_of
+from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.start import showing
 from onefold.wording import few
 
@@ -90,19 +90,13 @@ def save_adapters(
     begin([engine])
     together, adapter = Together.of(engine), _adapter(model, adapter)
     names = together.said_by_first(lambda: adapter_names(model, adapter, "auto"))
-    outline, makes = Outline.of(model), wholes(engine, model)
-    first = {name: group[0] for group in outline.ties for name in group}
+    outline, of = outline_of(model, masters=True), origins_of(engine, model)
+    first = {name: group[0] for group in ties(outline) for name in group}
     engine.uninitialized.refuse("save_adapters() would write", {first[n] for n in names.values()})
-    stepped = outline.dtypes | masters(engine)
-    tensors = {}
-    for key, name in names.items():
-        to = converted(stepped[name], dtype)
-        make, _ = makes.get(first[name], (None, None))
-        tensors[key] = Outgoing(to, outline.tensors[name][1], make and partial(make, to))
-
-    def beside(there: Path) -> None:
-        _save_config(model, adapter, there)
-
+    # Each under its own name, and in `dtype` if it is a buffer, too
+    stored: Outline = {key: nn.Parameter(outline[n], False) for key, n in names.items()}
+    own = {key: of[first[n]] for key, n in names.items() if first[n] in of}
+    tensors, beside = plan(stored, own, None, dtype), partial(_save_config, model, adapter)
     return write(together, Path(folder), tensors, beside, 1 << 62, overwrite, FILES)
 
 
@@ -203,8 +197,7 @@ def _asked_of_peft(
     """
     from peft import get_peft_model_state_dict
 
-    tensors = Outline.of(model).tensors
-    stand_ins = {name: torch.empty(shape, device="meta") for name, (_, shape) in tensors.items()}
+    stand_ins = {name: like.detach() for name, like in outline_of(model).items()}
     # peft asks modules that are saved whole (modules_to_save) for their names by state_dict()
     with showing(engine_of(model), {}):
         found = get_peft_model_state_dict(
@@ -243,17 +236,15 @@ def _fit(source: HuggingFaceSource, model: nn.Module, names: dict[str, str]) -> 
     it has some. As in peft, the folder alone decides about the latter.
     """
     there = {item.name: stored.shape for item, stored in source.items().items()}
-    outline, prefix = Outline.of(model), _prefix(model)
-    base = {k: plain for k in there if (plain := k.removeprefix(prefix)) in outline.tensors}
+    outline, prefix = outline_of(model), _prefix(model)
+    base = {k: plain for k in there if (plain := k.removeprefix(prefix)) in outline}
     places = base | names
-    shapes = {k: outline.tensors[n][1] for k, n in places.items()}
+    expected = {k: outline[n] for k, n in places.items()}
     what = f"{source.folder} holds adapters of another form:"
     hint = " Are rank and targets the same, and the number of tokens (resize_token_embeddings)?"
-    refuse_shapes(there, shapes, what, hint)
-    made = {n: whole(k, there[k]) for k, n in places.items() if k in there}
-    fitted = Fitted(source, outline, made, [k for k in there if k not in places])
-    fitted.missing = [n for k, n in names.items() if k not in there]
-    return fitted
+    refuse_shapes(there, expected, what, hint)
+    made = {n: same(k, there[k]) for k, n in places.items() if k in there}
+    return Fitted(source, outline, made, {*names.values()}, there.keys() - places.keys())
 
 
 def _save_config(model: Any, adapter: str, folder: Path) -> None:
@@ -308,16 +299,14 @@ def export_merged(
     engine = engine_of(model)
     begin([engine])
     check_arguments(dtype, max_shard_bytes)
-    merging, makes = Merging.of(model), wholes(engine, model)
+    merging, of = Merging.of(model), origins_of(engine, model)
     outline = merging.outline
-    outline.dtypes |= {
-        merging.names[n]: d for n, d in masters(engine).items() if n in merging.names
-    }
     beside = partial(save_beside, merging.base, dtype or first_dtype(outline), tokenizer)
-    merged: dict[str, Make] = {
-        plain: (partial(merging.whole, makes, own), None) if own in merging.factors else makes[own]
+    parts = MasterParts()
+    merged: dict[str, Origin] = {
+        plain: partial(merging.merge, parts, of, own) if own in merging.factors else of[own]
         for own, plain in merging.names.items()
-        if own in makes
+        if own in of
     }
     tensors = plan(outline, merged, merging.base, dtype)
     return write(Together.of(engine), Path(folder), tensors, beside, max_shard_bytes, overwrite)
@@ -349,7 +338,7 @@ class Merging:
     """The active LoRA adapter of a model, to be added to weights.
 
     Attributes:
-        base: the base model below the adapters. outline: its outline.
+        base: the base model below the adapters. outline: its outline, in the dtypes of the masters.
         names: {name in the model: name in its base model}. Other names belong to adapters. For a
             module that the adapter saves whole (peft's modules_to_save), the name in the model is
             that of the trained copy.
@@ -373,9 +362,9 @@ class Merging:
                 f"merge_adapters=True: {type(model).__name__} has no adapters of peft. Add them"
                 " with peft.get_peft_model or model.add_adapter, or leave merge_adapters out."
             )
-        outline, adapter = Outline.of(model), active_of(model)
+        outline, adapter = outline_of(model, masters=True), active_of(model)
         base, names = unwrapped(model, outline)
-        tied = {name: group for group in outline.ties if len(group) > 1 for name in group}
+        tied = {name: group for group in ties(outline) if len(group) > 1 for name in group}
         left = {*adapter_names(model, adapter).values()}
         factors = {}
         for path, module in model.named_modules():
@@ -384,7 +373,7 @@ class Merging:
                 for own in [own for own in names if own.startswith(original)]:
                     _refuse_tied(f"the adapter saves {path!r} whole, and its weight", tied.get(own))
                     plain = names.pop(own)
-                    if (saved := copy + own.removeprefix(original)) in outline.tensors:
+                    if (saved := copy + own.removeprefix(original)) in outline:
                         names[saved] = plain
             if adapter in getattr(module, "lora_A", ()):
                 weight = f"{path}.base_layer.weight"
@@ -409,17 +398,15 @@ class Merging:
                 f"adapter {adapter!r} has tensors that belong to no linear layer ({other[0]!r}):"
                 " merge it by peft's merge_and_unload()."
             )
-        inside = Outline(
-            {names[n]: what for n, what in outline.tensors.items() if n in names},
-            {names[n]: what for n, what in outline.dtypes.items() if n in names},
-            [[names[n] for n in group] for group in outline.ties if group[0] in names],
-        )
+        inside = {names[n]: like for n, like in outline.items() if n in names}
         return cls(base, inside, names, factors)
 
-    def whole(self, makes: dict[str, Make], name: str, dtype: torch.dtype) -> Tensor | None:
+    def merge(
+        self, parts: MasterParts, of: dict[str, Origin], name: str, dtype: torch.dtype
+    ) -> Tensor | None:
         """Make the model's weight `name` whole, with its adapter added. Collective."""
         wide, adapter = torch.promote_types(dtype, torch.float32), self.factors[name]
-        weight, a, b = (makes[n][0](wide) for n in (name, adapter.a, adapter.b))
+        weight, a, b = (whole(parts, of[n], wide) for n in (name, adapter.a, adapter.b))
         if weight is None or a is None or b is None:
             return None
         adapter.add_to(weight, a, b)

@@ -36,13 +36,14 @@ from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import Export, flush
 from onefold.checkpoint.manifest import MANIFEST, path_in
 from onefold.checkpoint.parts import Held
-from onefold.checkpoint.source import Source
-from onefold.checkpoint.tensorfile import Planned, numel_of, write_tensors
+from onefold.checkpoint.source import Item, Source
+from onefold.checkpoint.tensorfile import Planned, write_tensors
 from onefold.checkpoint.together import Together, meet
 from onefold.comm import StallError
 from onefold.optim.clip import across_stages
-from onefold.pretrained.fitted import Outline
+from onefold.pretrained.fitted import Outline, joined, outline_of, stand_in, ties
 from onefold.pretrained.hf_names import Outgoing, is_transformers, writing
+from onefold.pretrained.weights import on_meta
 from onefold.reading import StrPath, read_json
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -61,9 +62,8 @@ TOKENIZER = (
     "processor_config.json",
 )  # fmt: skip
 
-#: What returns a tensor in a dtype, whole on the host of the first rank, None elsewhere (collective);
-#: and the parameter that it is, if each rank may write a part of it.
-Make = tuple[Callable[[torch.dtype], Tensor | None], Entry | None]
+#: What a tensor is: a parameter of the model, or what returns it in a dtype, as `Outgoing.make`.
+Origin = Entry | Callable[[torch.dtype], Tensor | None]
 
 
 def export(
@@ -115,27 +115,24 @@ def export(
             " folder) writes the adapters. To export the merged model, call merge_and_unload()"
             " before shard()."
         )
-    outline, makes = Outline(), dict[str, Make]()
+    said: list[Any] = []
+    origins, owners = dict[str, Origin](), dict[str, Any]()
     for each, engine in zip(stages, engines, strict=True):
         engine.uninitialized.refuse("export() would write")
         engine.buffers.refuse_own(each, "export()")
-        outline.add(Outline.of(each))
-        if dtype == "master":
-            outline.dtypes |= masters(engine)
-        makes |= wholes(engine, each)
+        said.append((outline_of(each, dtype == "master"), engine.group.ranks))
+        origins |= origins_of(engine, each)
     together = Together.of(engines[0])
     if stages[0] is not model:
         together = Together.of(engines[0], across_stages(engines))
-        told = together.all_gather((outline, engines[0].group.ranks))
-        outline, owners = Outline(), dict[str, Any]()
-        for said, ranks in told:
-            outline.add(said)
-            owners = dict.fromkeys(said.tensors, ranks) | owners
-        # What an earlier stage has too, that one writes
-        makes = {n: make for n, make in makes.items() if owners[n] == engines[0].group.ranks}
+        said = [stage for rank in together.all_gather(said) for stage in rank]
+    outline = joined(names for names, _ in said)
+    for names, ranks in reversed(said):  # what an earlier stage has too, that one writes
+        owners |= dict.fromkeys(names, ranks)
+    origins = {n: of for n, of in origins.items() if owners.get(n) == engines[0].group.ranks}
     kind = stages[0] if is_transformers(stages[0]) else None
 
-    tensors = plan(outline, makes, kind, asked)
+    tensors = plan(outline, origins, kind, asked)
     beside = partial(save_beside, kind, asked or first_dtype(outline), tokenizer)
     return write(together, Path(folder), tensors, beside, max_shard_bytes, overwrite)
 
@@ -147,29 +144,27 @@ def begin(engines: Iterable[Engine]) -> None:
         meet(engine, "export")
 
 
-def wholes(engine: Engine, model: nn.Module) -> dict[str, Make]:
-    """Return what makes each parameter (by its first name) whole, and on the first rank each buffer.
-    Neighbours in the order of units decode an encoded flat buffer once.
-    """
-    parts = MasterParts()
-
-    def parameter(entry: Any, dtype: torch.dtype) -> Tensor | None:
-        return to_first(engine, parts, StateItem(entry, "", dtype))
-
-    def buffer(value: Tensor, dtype: torch.dtype) -> Tensor:
-        return value.detach().to("cpu", dtype)
-
+def origins_of(engine: Engine, model: nn.Module) -> dict[str, Origin]:
+    """Return the origins of the parameters, by first name, and on the first rank of the buffers."""
     buffers = beside_parameters(engine, model)[0].items() if engine.rank == 0 else ()
-    makes: dict[str, Make] = {name: (partial(buffer, value), None) for name, value in buffers}
-    for entry in engine.entries:
-        divided = entry.box is not None and entry.box.divided
-        makes[entry.name] = partial(parameter, entry), None if divided else entry
-    return makes
+    out: dict[str, Origin] = {name: partial(b.detach().to, "cpu") for name, b in buffers}
+    return out | {entry.name: entry for entry in engine.entries}
+
+
+def whole(parts: MasterParts, origin: Origin, dtype: torch.dtype) -> Tensor | None:
+    """Make a tensor whole, as `Outgoing.make`. Neighbours in the order of units decode an encoded
+    flat buffer once.
+    """
+    if not isinstance(origin, Entry):
+        return origin(dtype)
+    engine = origin.engine()
+    assert engine is not None
+    return to_first(engine, parts, StateItem(origin, "", dtype))
 
 
 def plan(
     outline: Outline,
-    makes: Mapping[str, Make],
+    origins: Mapping[str, Origin],
     model: nn.Module | None,
     dtype: torch.dtype | None,
     tied_once: bool = False,
@@ -177,25 +172,31 @@ def plan(
     """Return the files' tensors for those of `outline`.
 
     Args:
-        makes: what makes them whole; without those in which this rank has no part.
+        origins: of those in which this rank has a part, by their first names.
         model: the transformers model that the tensors belong to: names are converted by its rules.
             None: names do not change.
-        dtype: dtype of floating-point parameters; None for those in `outline.dtypes`.
+        dtype: dtype of floating-point parameters; None for that of each.
         tied_once: without a `model`, write a tied parameter under its first name only.
     """
-    once = _tied_patterns(model) if model is not None else None
+    once = None  # transformers' patterns for names that are tied to another tensor and not saved
+    if model is not None:
+        from transformers.modeling_utils import _get_tied_weight_keys
+
+        once = _get_tied_weight_keys(model)
     unwanted = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     found, parts = dict[str, Outgoing](), MasterParts()
-    for names in outline.ties:
-        first = names[0]
+    for names in ties(outline):
         kept = _kept(names, once) if once is not None else names[:1] if tied_once else names
-        kind, shape = outline.tensors[first]
-        to = converted(outline.dtypes[first], dtype if kind == "parameter" else None)
-        make, entry = makes.get(first, (None, None))
-        held = None if entry is None else Held(entry, "", to, parts, *parts.accounted(entry))
-        tensor = Outgoing(to, shape, make and partial(make, to), held)
+        like = outline[names[0]]
+        if dtype is not None and isinstance(like, nn.Parameter) and like.is_floating_point():
+            like = like.to(dtype)
+        origin, held = origins.get(names[0]), None
+        if isinstance(origin, Entry) and origin.region is None:
+            held = Held(origin, "", like.dtype, parts, *parts.accounted(origin))
+        make = None if origin is None else partial(whole, parts, origin, like.dtype)
+        tensor = Outgoing(like, make, held)
         found |= {name: tensor for name in kept if name not in unwanted}
-    in_order = {name: found[name] for name in outline.tensors if name in found}
+    in_order = {name: found[name] for name in outline if name in found}
     return in_order if model is None else writing(in_order, model)
 
 
@@ -250,15 +251,15 @@ def files_of(
     groups: list[dict[str, Outgoing]] = [{}]
     filled = 0
     for key, tensor in tensors.items():
-        if groups[-1] and filled + tensor.nbytes > limit:
+        if groups[-1] and filled + tensor.like.nbytes > limit:
             groups.append({})
             filled = 0
         groups[-1][key] = tensor
-        filled += tensor.nbytes
+        filled += tensor.like.nbytes
     many = len(groups) > 1
     return {
         f"{name}{f'-{number:05d}-of-{len(groups):05d}' if many else ''}.safetensors": dict(
-            sorted(group.items(), key=lambda of: -of[1].dtype.itemsize)
+            sorted(group.items(), key=lambda of: -of[1].like.itemsize)
         )
         for number, group in enumerate(groups, 1)
     }
@@ -268,7 +269,7 @@ def _prepare(folder: Path, files: Mapping[str, Mapping[str, Outgoing]], name: st
     """Write the index of several files.
     Raises: CheckpointError: the disk has no space for them.
     """
-    tensors = [tensor for group in files.values() for tensor in group.values()]
+    tensors = [tensor.like for group in files.values() for tensor in group.values()]
     size, free = sum(t.nbytes for t in tensors), shutil.disk_usage(folder).free
     if free < size:
         raise CheckpointError(
@@ -276,7 +277,7 @@ def _prepare(folder: Path, files: Mapping[str, Mapping[str, Outgoing]], name: st
             " written; free space there, or choose another disk."
         )
     if len(files) > 1:
-        count = sum(numel_of(tensor.shape) for tensor in tensors)
+        count = sum(t.numel() for t in tensors)
         index = {
             "metadata": {"total_parameters": count, "total_size": size},
             "weight_map": dict(sorted((key, file) for file in files for key in files[file])),
@@ -317,20 +318,10 @@ def _write_file(path: Path, group: Mapping[str, Outgoing], left: Iterator[Outgoi
         return next(left).written()
 
     planned = [
-        Planned(key, t.dtype, t.shape, following, 0 if t.held is None else t.held.x)
+        Planned(key, t.like.dtype, tuple(t.like.shape), following, t.held.x if t.held else 0)
         for key, t in group.items()
     ]
     write_tensors(path, planned, shared=True)
-
-
-def converted(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
-    """Return the dtype in the files of a tensor of dtype `own`. Integer dtypes do not change."""
-    return asked if asked is not None and own.is_floating_point else own
-
-
-def masters(engine: Engine) -> dict[str, torch.dtype]:
-    """Return {every name of every parameter: dtype of its master weights}."""
-    return {name: entry.flat.dtypes.master for entry in engine.entries for name in entry.names}
 
 
 def check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
@@ -349,22 +340,12 @@ def check_arguments(dtype: Any, max_shard_bytes: Any) -> None:
 # -- tied weights ----------------------------------------------------------------------------------
 
 
-def _tied_patterns(model: nn.Module) -> list[str]:
-    """Return transformers' patterns for names that are tied to another tensor and not saved."""
-    return [
-        f"{path}.{key}" if path else key
-        for path, m in model.named_modules()
-        for key in getattr(m, "_tied_weights_keys", None) or ()
-    ]
-
-
-def _kept(names: Sequence[str], patterns: Iterable[str]) -> list[str]:
+def _kept(names: list[str], patterns: Iterable[str]) -> list[str]:
     """Return the names of one tensor that `save_pretrained` keeps: those that match no pattern, or
     else one of them.
     """
-    patterns = list(patterns)
     if len(names) == 1:
-        return list(names)
+        return names
     return [n for n in names if not any(re.search(p, n) for p in patterns)] or [max(names)]
 
 
@@ -397,12 +378,8 @@ def first_dtype(outline: Outline) -> torch.dtype:
     """Return the model's dtype as transformers defines it: that of the first floating-point
     parameter.
     """
-    found = (
-        outline.dtypes[n]
-        for n, (kind, _) in outline.tensors.items()
-        if kind == "parameter" and outline.dtypes[n].is_floating_point
-    )
-    return next(found, torch.float32)
+    parameters = (like for like in outline.values() if isinstance(like, nn.Parameter))
+    return next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
 
 
 def copy_files(near: Path, names: Iterable[str], folder: Path) -> None:
@@ -452,30 +429,27 @@ def export_folder(
             f"--like {beside} has no config.json: name a Hugging Face folder, or leave it out."
         )
 
-    def read(item: Any, to: torch.dtype) -> Tensor:
+    def read(item: Item, to: torch.dtype) -> Tensor:
         whole = source.whole(item).to(to)
         if progress is not None:
             progress(whole.nbytes, size)
         return whole
 
-    outline, makes = Outline(), dict[str, Make]()
+    outline, origins = Outline(), dict[str, Origin]()
     others = source.other_names()
     source.refuse_own()
     for item, stored in source.items().items():
         if item.kind in ("parameter", "buffer"):
-            names = [item.name, *others.get(item.name, ())]
-            outline.ties.append(names)
-            for name in names:
-                outline.tensors[name], outline.dtypes[name] = (
-                    (item.kind, stored.shape),
-                    stored.dtype,
-                )
-            makes[item.name] = (partial(read, item), None)
-    if not makes:
+            like = stand_in(stored.shape, stored.dtype)
+            if item.kind == "parameter":
+                like = nn.Parameter(like, requires_grad=False)
+            outline |= dict.fromkeys([item.name, *others.get(item.name, ())], like)
+            origins[item.name] = partial(read, item)
+    if not origins:
         raise CheckpointError("there is no parameter in it to export.")
-    twin = _twin(near, outline) if known else None
-    tensors = plan(outline, makes, twin, dtype, tied_once=known)
-    size = sum(tensor.nbytes for tensor in tensors.values())
+    twin = _twin(near, outline) if near is not None and known else None
+    tensors = plan(outline, origins, twin, dtype, tied_once=known)
+    size = sum(tensor.like.nbytes for tensor in tensors.values())
 
     def small(there: Path) -> None:
         if near is not None:
@@ -493,14 +467,13 @@ def _say_dtype(path: Path, dtype: torch.dtype) -> None:
         path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
+def _twin(near: Path, outline: Outline) -> nn.Module | None:
     """Return the model of config.json on the meta device; None if the checkpoint's names differ."""
     try:
         import transformers
 
-        config: Any = transformers.AutoConfig.from_pretrained(str(near), local_files_only=True)
-        with torch.device("meta"):
-            twin: nn.Module = getattr(transformers, config.architectures[0])(config)
+        kind = read_json(near / "config.json")["architectures"][0]
+        twin = on_meta(near, getattr(transformers, kind), dtype=None)
     except Exception as error:
         # from_pretrained opens a folder with these names too
         logging.getLogger("onefold").warning(
@@ -511,4 +484,4 @@ def _twin(near: Path | None, outline: Outline) -> nn.Module | None:
             error,
         )
         return None
-    return twin if Outline.of(twin).tensors.keys() == outline.tensors.keys() else None
+    return twin if outline_of(twin).keys() == outline.keys() else None

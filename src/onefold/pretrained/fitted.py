@@ -1,74 +1,73 @@
-"""`Outline`: the tensors that a model consists of. `Fitted`: a source whose tensors are converted
-to the names and shapes of a model.
+"""Outlines: the tensors that a model consists of. `Fitted`: a source whose tensors are converted to
+the names and shapes of a model.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.source import Item, Source, Stored
 from onefold.pretrained.hf_names import Runs, Shape, overlapping
+from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of, is_sharded
-from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.state.dicts import contents
 
+#: The tensors of a model by name, in the order of its state dict: `nn.Parameter` and buffers. A tied
+#: parameter is one object under all its names. Of a sharded model they are stand-ins on the meta
+#: device, with logical shapes.
+Outline = dict[str, Tensor]
 
-@dataclass
-class Outline:
-    """The tensors of a model, sharded or not, also on the meta device.
 
-    Attributes:
-        tensors: {name: (kind, logical shape)} in the order of its state dict.
-        dtypes: {name: its compute dtype}.
-        ties: all names of each tensor; the first is its main name.
+def outline_of(module: nn.Module, masters: bool = False) -> Outline:
+    """Return the outline of a model. Of a sharded one, with compute dtypes, or with those of the
+    master weights.
     """
-
-    tensors: dict[str, tuple[str, Shape]] = field(default_factory=dict)
-    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    ties: list[list[str]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, module: nn.Module) -> Outline:
-        out = cls()
-        engine = engine_of(module) if is_sharded(module) else None
-        ties: dict[Any, list[str]] = {}
-        with disable_torch_function():
-            held: Any = (
-                contents(engine, module)
-                if engine
-                else {n: (value, None) for n, value in module.state_dict(keep_vars=True).items()}
-            )
-            for name, (value, entry) in held.items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                is_parameter = entry is not None or isinstance(value, nn.Parameter)
-                shape, dtype = value.shape, value.dtype
-                if entry is not None:
-                    shape, dtype = entry.shape, entry.flat.dtypes.compute
-                    if name not in entry.names:  # a hook of the module has renamed it
-                        name = entry.name
-                kind = "parameter" if is_parameter else "buffer"
-                out.tensors[name], out.dtypes[name] = (kind, tuple(shape)), dtype
-                ties.setdefault(id(value) if is_parameter else name, []).append(name)
-        out.ties = list(ties.values())
-        return out
-
-    def add(self, other: Outline) -> None:
-        """Add the tensors of another stage, which may have buffers of the same names."""
-        self.ties += [names for names in other.ties if names[0] not in self.tensors]
-        self.tensors |= {n: what for n, what in other.tensors.items() if n not in self.tensors}
-        self.dtypes |= other.dtypes
+    if not is_sharded(module):
+        held = module.state_dict(keep_vars=True).items()
+        return {name: value for name, value in held if isinstance(value, Tensor)}
+    out, parameters = Outline(), dict[Entry, Tensor]()
+    for name, (value, entry) in contents(engine_of(module), module).items():
+        if entry is not None:
+            dtypes = entry.flat.dtypes
+            like = stand_in(entry.shape, dtypes.master if masters else dtypes.compute)
+            parameter = parameters.setdefault(entry, nn.Parameter(like, requires_grad=False))
+            # A hook of the module may have renamed it
+            out[name if name in entry.names else entry.name] = parameter
+        elif isinstance(value, Tensor):
+            out[name] = stand_in(value.shape, value.dtype)
+    return out
 
 
-def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str, str]]:
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ties(outline: Outline) -> list[list[str]]:
+    """Return all names of each tensor; the first is its main name."""
+    out: dict[Any, list[str]] = {}
+    for name, like in outline.items():
+        out.setdefault(id(like) if isinstance(like, nn.Parameter) else name, []).append(name)
+    return list(out.values())
+
+
+def joined(outlines: Iterable[Outline]) -> Outline:
+    """Return the outline of a pipeline, whose stages may have buffers of the same names."""
+    out: Outline = {}
+    for outline in outlines:
+        for names in ties(outline):
+            if names[0] not in out:
+                out |= {name: outline[name] for name in names}
+    return out
+
+
+def unwrapped(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, str]]:
     """Return the model inside peft's wrappers, and {name in `module`: name in the inner model}."""
     inner: Any = getattr(module, "get_base_model", None) if hasattr(module, "peft_config") else None
     base: nn.Module = inner() if callable(inner) else module
@@ -82,7 +81,7 @@ def unwrapped(module: nn.Module, outline: Outline) -> tuple[nn.Module, dict[str,
     )
     prefix = next((path + "." for path, m in module.named_modules() if m is base and path), "")
     out = {}
-    for name in outline.tensors:
+    for name in names:
         if not name.startswith(adapters) and name.startswith(prefix):
             plain = name.removeprefix(prefix)
             if adapters:
@@ -119,10 +118,11 @@ class Fitted(Source):
         source: the source of the tensors.
         outline: the outline of the model.
         made: {name in the model: the runs of the source's tensors that it consists of}.
+        wanted: names of the model's tensors that the source should have.
         unexpected: tensors of the source without a place in the model.
 
     Attributes:
-        missing: first names of the model's tensors that the source lacks.
+        missing: first names of those that it lacks.
         rules: transformers' rules by which names were converted, if any.
     """
 
@@ -131,7 +131,8 @@ class Fitted(Source):
         source: Source,
         outline: Outline,
         made: Mapping[str, Runs],
-        unexpected: Iterable[str] = (),
+        wanted: Set[str],
+        unexpected: Iterable[str],
         rules: Any = None,
     ) -> None:
         self.source, self.folder = source, source.folder
@@ -140,17 +141,15 @@ class Fitted(Source):
         self._items: dict[Item, Stored] = {}
         self._runs: dict[Item, Runs] = {}
         self._aliases: dict[str, str] = {}
-        for names in outline.ties:
-            kind, shape = outline.tensors[names[0]]
+        for names in ties(outline):
             there = [name for name in names if name in made]
             if not there:
-                self.missing.append(names[0])
+                self.missing += () if wanted.isdisjoint(names) else names[:1]
                 continue
-            item, runs = Item(kind, names[0]), made[there[0]]
-            dtype = outline.dtypes[names[0]]
-            if runs:
-                dtype = source.stored(Item("parameter", runs[0].name)).dtype
-            self._items[item], self._runs[item] = Stored(dtype, shape), runs
+            like, runs = outline[names[0]], made[there[0]]
+            item = Item("parameter" if isinstance(like, nn.Parameter) else "buffer", names[0])
+            dtype = source.stored(Item("parameter", runs[0].name)).dtype if runs else like.dtype
+            self._items[item], self._runs[item] = Stored(dtype, tuple(like.shape)), runs
             self._aliases |= dict.fromkeys(names[1:], names[0])
             if any(made[name] != runs for name in there):  # as transformers takes it
                 logging.getLogger("onefold").warning(
@@ -175,22 +174,20 @@ class Fitted(Source):
         """Return every name of the model for which the source has values."""
         return {item.name for item in self._items} | set(self._aliases)
 
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+    def read(self, item: Item, start: int, stop: int, out: Tensor) -> None:
         for run in overlapping(self._runs[item], start, stop):
             into = out[run.at - start : run.at - start + run.length]
             self.source.read(Item("parameter", run.name), run.start, run.start + run.length, into)
 
 
-def refuse_shapes(
-    there: Mapping[str, Shape], expected: Mapping[str, Shape], what: str, hint: str = ""
-) -> None:
+def refuse_shapes(there: Mapping[str, Shape], expected: Outline, what: str, hint: str = "") -> None:
     """Raise CheckpointError if tensors that both sides have differ in shape. The message begins
     with `what` and ends with `hint`.
     """
     wrong = [
-        f"{name}: {there[name]} there, {shape} in the model"
-        for name, shape in expected.items()
-        if there.get(name, shape) != shape
+        f"{name}: {there[name]} there, {tuple(like.shape)} in the model"
+        for name, like in expected.items()
+        if there.get(name, like.shape) != like.shape
     ]
     if wrong:
         raise CheckpointError(f"{what} {'; '.join(wrong[:5])}.{hint}")

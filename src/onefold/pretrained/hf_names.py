@@ -16,7 +16,6 @@ transposition, a split across them, arithmetic) breaks up the pairs, which is de
 from __future__ import annotations
 
 import copy
-import importlib
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -58,47 +57,43 @@ class NotRows(Exception):
     """Raised when a rule of transformers does more than move rows."""
 
 
-class Tags:
-    """The row numbers given to tensors; see [Note: rows are tagged]."""
+def traced(
+    shapes: Mapping[str, Shape], convert: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]]
+) -> dict[str, tuple[Shape, Runs]]:
+    """Return the shape of each tensor that `convert` makes of tensors of these shapes, and the runs
+    that it consists of. See [Note: rows are tagged].
 
-    def __init__(self) -> None:
-        self._sources: list[tuple[str, int]] = []  # name, elements in a row
-
-    def add(self, name: str, shape: Shape) -> Tensor:
-        """Number the rows of tensor `name` of `shape`. Returns its stand-in, int64 [..., at most
-        2].
-        """
-        width = shape[-1] if len(shape) > 1 else 1
-        like = (*shape[:-1], min(2, width)) if len(shape) > 1 else shape
-        numbers = torch.arange(numel_of(like), device="cpu") + len(self._sources) * _APART
-        self._sources.append((name, width))
-        return numbers.view(like)
-
-    def trace(self, tags: Tensor) -> tuple[Shape, Runs]:
-        """Return the shape of the tensor that `tags` represents, and the runs it is made of.
-        Raises: NotRows, IndexError: it is not made of whole rows.
-        """
-        flat, shape = tags.reshape(-1), tuple(tags.shape)
+    Raises:
+        NotRows, IndexError: they are not made of whole rows of one width.
+    """
+    widths = {shape[-1] if len(shape) > 1 else 1 for shape in shapes.values()}
+    if len(widths) > 1:
+        raise NotRows
+    (width,) = widths
+    kept = min(2, width)  # numbers of a row
+    tagged: dict[str, Tensor] = {}
+    for number, (name, shape) in enumerate(shapes.items()):
+        like = (*shape[:-1], kept) if len(shape) > 1 else shape
+        tagged[name] = torch.arange(numel_of(like), device="cpu").view(like) + number * _APART
+    names, made = list(shapes), dict[str, tuple[Shape, Runs]]()
+    for name, tags in convert(tagged).items():
+        flat, shape, runs = tags.reshape(-1), tuple(tags.shape), []
         breaks = (torch.nonzero(flat[1:] != flat[:-1] + 1).reshape(-1) + 1).tolist()
-        runs, widths = [], set()
         for begin, end in pairwise([0, *breaks, len(flat)]) if len(flat) else ():
             of, at = divmod(int(flat[begin]), _APART)
-            name, width = self._sources[of]
-            kept = min(2, width)  # numbers of a row
             if of < 0 or begin % kept or end % kept or at % kept:
                 raise NotRows
-            widths.add(width)
-            at, start, length = (n // kept * width for n in (begin, at, end - begin))
-            runs.append(ElementRun(at, name, start, length))
-        width = max(widths, default=1)
-        if len(widths) > 1 or (width > 1 and shape[-1] % 2):
-            raise NotRows
+            begin, end, at = (n // kept * width for n in (begin, end, at))
+            runs.append(ElementRun(begin, names[of], at, end - begin))
         if width > 1:
+            if shape[-1] % 2:
+                raise NotRows
             shape = (*shape[:-1], shape[-1] // 2 * width)
-        return shape, tuple(runs)
+        made[name] = shape, tuple(runs)
+    return made
 
 
-def whole(name: str, shape: Shape) -> Runs:
+def same(name: str, shape: Shape) -> Runs:
     """Return the runs of a tensor that equals one other tensor, element for element."""
     return (ElementRun(0, name, 0, numel_of(shape)),)
 
@@ -124,11 +119,11 @@ class Rules:
     """transformers' renamings and converters for one model, of loading or of saving."""
 
     def __init__(self, module: nn.Module, saving: bool) -> None:
+        from transformers import conversion_mapping, core_model_loading
+
         self.module: Any = module
-        self.loading: Any = importlib.import_module("transformers.core_model_loading")
-        mapping: Any = importlib.import_module(
-            "transformers.conversion_mapping"
-        ).get_model_conversion_mapping
+        self.loading: Any = core_model_loading
+        mapping: Any = conversion_mapping.get_model_conversion_mapping
         if saving:
             # Reverse the rules by which the weights were loaded. For a model that was never loaded,
             # reverse those by which it would be, except changes of a prefix: its files may or may
@@ -149,38 +144,35 @@ class Rules:
         first: str,
         sources: Sequence[tuple[str, str]],
         values: Mapping[str, Tensor],
-        shapes: Mapping[str, Shape],
+        likes: Mapping[str, Tensor],
     ) -> dict[str, Tensor]:
-        """Return what one converter makes of the values of `sources`, (name, pattern). `shapes`:
-        those of the model's tensors. A sharded model's parameters do not tell them.
+        """Return what one converter makes of the values of `sources`, (name, pattern). `likes`:
+        stand-ins for the model's tensors. A sharded model's parameters do not tell their shapes.
         """
         converter = copy.deepcopy(self.by_pattern[sources[0][1]])
         for name, pattern in sources:
             converter.add_tensor(first, name, pattern, values[name])
-
-        def whole(name: str) -> Tensor:
-            return torch.empty(shapes[name], device="meta")
-
         config = self.module.config
-        model = SimpleNamespace(get_parameter=whole, config=config)
+        model = SimpleNamespace(get_parameter=likes.__getitem__, config=config)
         made = converter.convert(first, model=model, config=config)
         return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
+
+    def incoming(self, key: str, expected: Mapping[str, Tensor]) -> tuple[str, str | None]:
+        """Return the name in the model of the folder's tensor `key`, and the pattern of the converter
+        that takes it, if any.
+        """
+        rename, prefix = self.loading.rename_source_key, self.module.base_model_prefix or None
+        found: tuple[str, str | None] = rename(
+            key, self.renamings, self.converters, prefix, expected
+        )
+        if found[0] not in expected:  # the folder may have the model's own names
+            plain: str = rename(key, [], [], prefix, expected)[0]
+            found = (plain, None) if plain in expected else found
+        return found
 
     def remember(self) -> None:
         """Record in the model by which rules its weights were loaded. Saving reverses them."""
         self.module._weight_conversions = [c for c in self.rules if c.was_used()]
-
-
-def rules_of(module: nn.Module, saving: bool) -> Rules | None:
-    """Return transformers' rules for a model; None if names do not change. This is so for other
-    models and for transformers before version 5.
-    """
-    if not is_transformers(module):
-        return None
-    try:
-        return Rules(module, saving)
-    except ImportError:
-        return None
 
 
 @dataclass(frozen=True)
@@ -188,19 +180,15 @@ class Outgoing:
     """A tensor to write.
 
     Attributes:
+        like: stands in for it, on the meta device: shape and dtype.
         make: returns it whole on the first of the ranks that have parts of it, None on the others.
             Collective over these. None: this rank has no part.
         held: the part of it that this rank writes. None: it is written whole.
     """
 
-    dtype: torch.dtype
-    shape: Shape
+    like: Tensor
     make: Callable[[], Tensor | None] | None
     held: Held | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return numel_of(self.shape) * self.dtype.itemsize
 
     def written(self) -> Iterable[Tensor]:
         """Return what this rank writes, in order. Collective if the tensor is written whole."""
@@ -211,7 +199,7 @@ class Outgoing:
 
 
 def reading(
-    stored: Mapping[str, Shape], expected: Mapping[str, Shape], module: nn.Module
+    stored: Mapping[str, Shape], expected: Mapping[str, Tensor], module: nn.Module
 ) -> tuple[dict[str, tuple[Shape, Runs]], list[str], Rules | None]:
     """Return how the model's tensors (`expected`) are made of the folder's (`stored`): {name in the
     model: (shape, runs of the folder's tensors)}, names in the folder without a place in the model,
@@ -219,30 +207,22 @@ def reading(
 
     Raises: NotStreamed: a rule of transformers does more than move rows.
     """
-    rules = rules_of(module, saving=False)
-    prefix = getattr(module, "base_model_prefix", "") if is_transformers(module) else ""
+    rules = Rules(module, saving=False) if is_transformers(module) else None
     made, left = dict[str, tuple[Shape, Runs]](), list[str]()
     groups: dict[str, list[tuple[str, str]]] = {}
     for key in sorted(stored, key=rules.loading.dot_natural_key if rules else None):
-        name, pattern = key, None
-        if rules is not None:
-            name, pattern = rules.loading.rename_source_key(key, rules.renamings, rules.converters)
-        name = _prefixed(name, prefix, expected)
-        if name not in expected and (plain := _prefixed(key, prefix, expected)) in expected:
-            name, pattern = plain, None
+        name, pattern = (key, None) if rules is None else rules.incoming(key, expected)
         if name not in expected:
             left.append(key)
         elif pattern is None:
-            made.setdefault(name, (stored[key], whole(key, stored[key])))
+            made.setdefault(name, (stored[key], same(key, stored[key])))
         else:
             groups.setdefault(name, []).append((key, pattern))
     for first, sources in groups.items():
         assert rules is not None
-        tags = Tags()
+        convert = partial(rules.convert, first, sources, likes=expected)
         try:
-            numbers = {key: tags.add(key, stored[key]) for key, _ in sources}
-            for name, value in rules.convert(first, sources, numbers, expected).items():
-                made[name] = tags.trace(value)
+            made |= traced({key: stored[key] for key, _ in sources}, convert)
         except (NotRows, RuntimeError, ValueError, KeyError, IndexError) as error:
             raise NotStreamed(
                 f"{first!r} of the model is computed from"
@@ -259,8 +239,8 @@ def writing(tensors: Mapping[str, Outgoing], module: nn.Module) -> dict[str, Out
     """Return the folder's tensors, made of the model's (`tensors`), so that the folder equals one
     written by `save_pretrained`.
     """
-    rules = rules_of(module, saving=True)
-    if rules is None or not rules.rules:
+    rules = Rules(module, saving=True)
+    if not rules.rules:
         return dict(tensors)
     out: dict[str, Outgoing] = {}
     groups: dict[str, list[tuple[str, str]]] = {}
@@ -282,17 +262,15 @@ def _made_together(
     of them is written. If it needs values for the shapes, they keep the model's names;
     `from_pretrained` opens such a folder too.
     """
-    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    own = {name: tensor.like for name, tensor in tensors.items()}
     names = [name for name, _ in sources]
 
     def convert(values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        found = rules.convert(first, sources, values, shapes)
+        found = rules.convert(first, sources, values, own)
         return {rules.loading.apply_renamings(k, rules.renamings): v for k, v in found.items()}
 
     try:
-        likes = convert(
-            {n: torch.empty(shapes[n], dtype=tensors[n].dtype, device="meta") for n in names}
-        )
+        likes = convert(own)
     except (RuntimeError, ValueError, KeyError, IndexError, NotImplementedError):
         return {name: tensors[name] for name in names}
     made: dict[str, Tensor | None] = {}
@@ -307,16 +285,5 @@ def _made_together(
 
     here = any(tensors[name].make is not None for name in names)
     return {
-        key: Outgoing(like.dtype, tuple(like.shape), partial(make, key) if here else None)
-        for key, like in likes.items()
+        key: Outgoing(like, partial(make, key) if here else None) for key, like in likes.items()
     }
-
-
-def _prefixed(name: str, prefix: str, expected: Mapping[str, Shape]) -> str:
-    """Return `name` without or with the base model's prefix, whichever name the model has."""
-    if not prefix:
-        return name
-    without = name.removeprefix(prefix + ".")
-    if without != name and without in expected:
-        return without
-    return f"{prefix}.{name}" if f"{prefix}.{name}" in expected else name

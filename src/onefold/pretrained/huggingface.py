@@ -27,7 +27,7 @@ from onefold.checkpoint.loading import apply_source, opened_alike
 from onefold.checkpoint.saving import begun
 from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
 from onefold.checkpoint.tensorfile import TensorFile
-from onefold.pretrained.fitted import Fitted, Outline, copies, refuse_shapes, unwrapped
+from onefold.pretrained.fitted import Fitted, copies, outline_of, refuse_shapes, ties, unwrapped
 from onefold.pretrained.hf_names import is_transformers, reading
 from onefold.reading import StrPath, read_json
 from onefold.runtime.hooks import is_sharded
@@ -109,24 +109,21 @@ class HuggingFaceSource(Source):
         Raises:
             CheckpointError: shapes differ, or a tensor would have to be computed from others.
         """
-        outline = Outline.of(module)
+        outline = outline_of(module)
         inner, names = unwrapped(module, outline)
-        expected = {
-            names[full]: shape for full, (_, shape) in outline.tensors.items() if full in names
-        }
+        expected = {name: outline[full] for full, name in names.items()}
         stored = {item.name: s.shape for item, s in self.items().items()}
         layout, left, rules = reading(stored, expected, inner)
         there = {name: shape for name, (shape, _) in layout.items()}
         refuse_shapes(there, expected, f"{self.describe} is of another model: shapes differ.")
         made = {full: layout[name][1] for full, name in names.items() if name in layout}
         if not is_sharded(module):
-            tied = {name: names for names in outline.ties for name in names}
+            tied = {name: group for group in ties(outline) for name in group}
             for copy, own in copies(module).items():
                 if there_as := next((name for name in tied[own] if name in made), None):
                     made[copy] = made[there_as]
-        out = Fitted(self, outline, made, (key for key in left if not _ignored(inner, key)), rules)
-        out.missing = [name for name in out.missing if name in names]
-        return out
+        unexpected = [key for key in left if not _ignored(inner, key)]
+        return Fitted(self, outline, made, names.keys(), unexpected, rules)
 
 
 def opened(folder: StrPath, module: nn.Module) -> Fitted:
