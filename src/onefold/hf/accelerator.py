@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 import onefold
 from onefold.hf import loading
-from onefold.hf.arguments import divides_parameters
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
 
@@ -40,9 +39,8 @@ class ShardingAccelerator(Accelerator):
         evaluation_mode: bool = False,
     ) -> nn.Module:
         """Prepare a model as accelerate does, but do not move, cast or wrap a sharded one."""
-        divides = divides_parameters(self.onefold_recipe) or loading.is_put_off(model)
-        asked = evaluation_mode and divides
-        if asked and not is_sharded(model):
+        divides = self.onefold_recipe.parameters.sharded or loading.is_put_off(model)
+        if evaluation_mode and divides and not is_sharded(model):
             model.requires_grad_(False)  # and its weights are not quantized
             loading.shard(model.eval(), self.onefold_recipe.replace(frozen=None), self.device)
         if not is_sharded(model):
@@ -50,6 +48,10 @@ class ShardingAccelerator(Accelerator):
         if not any(known is model for known in self._models):
             self._models.append(model)
         return model
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Prepare an optimizer as accelerate does, but leave its states where they are stored."""
+        return super().prepare_optimizer(optimizer, device_placement=False)
 
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:

@@ -107,8 +107,3 @@ def in_precision(recipe: Recipe, asked: str) -> Recipe:
             " pass, before that is known: set bf16=True, or leave step_in_backward out."
         )
     return hosts.in_precision(recipe, COMPUTE_DTYPES.get(asked), f"{asked}=True")
-
-
-def divides_parameters(recipe: Recipe) -> bool:
-    """Whether the recipe shards parameters."""
-    return recipe.parameters.sharded

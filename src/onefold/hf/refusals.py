@@ -141,12 +141,8 @@ def refuse_model(model: Any) -> None:
         )
 
 
-def refuse_whole_samples(model: Any, loader: str) -> None:
-    """Raise ValueError if ranks have parts of each sample, and Trainer's own loader is asked for.
-
-    Args:
-        loader: the method that makes it.
-    """
+def refuse_whole_samples(model: Any) -> None:
+    """Raise ValueError if ranks have parts of each sample, and Trainer's own loader is asked for."""
     mesh = onefold.engine_of(model).mesh if is_sharded(model) else None
     if mesh is None or mesh.plain:
         return
@@ -155,7 +151,8 @@ def refuse_whole_samples(model: Any, loader: str) -> None:
         raise ValueError(
             f"this model is sharded over a mesh {mesh.describe()}, and Trainer's own loader gives"
             f" every rank other samples. Ranks along {axis!r} need parts of the same samples: write"
-            f" {loader}() in a subclass, as docs/context.md shows."
+            " get_train_dataloader(), or that of the other dataset, in a subclass, as docs/context.md"
+            " shows."
         )
 
 

@@ -19,13 +19,12 @@ written in the dtype in which the model was loaded.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 import os
 import re
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,11 +41,7 @@ from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import refuse_another_state
 from onefold.hf import loading
 from onefold.hf.accelerator import ShardingAccelerator
-from onefold.hf.arguments import (
-    divides_parameters,
-    in_precision,
-    recipe_of,
-)
+from onefold.hf.arguments import in_precision, recipe_of
 from onefold.hf.generating import WholeWeights
 from onefold.hf.refusals import (
     refuse_accelerator,
@@ -60,23 +55,12 @@ from onefold.pretrained.adapters import embedding_layers
 from onefold.reading import StrPath
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import is_sharded
-from onefold.tracing.blocks import repeated_blocks
+from onefold.tracing.blocks import compile_blocks
 
 if TYPE_CHECKING:
     _Host: Any = transformers.Trainer
 else:
     _Host = object
-
-
-def _own_loader(name: str) -> Any:
-    """Return the method that makes Trainer's own loader, where ranks may have whole samples."""
-
-    @functools.wraps(getattr(transformers.Trainer, name))
-    def loader(self: TrainerMixin, *args: Any, **kwargs: Any) -> Any:
-        refuse_whole_samples(self.model, name)
-        return getattr(super(TrainerMixin, self), name)(*args, **kwargs)
-
-    return loader
 
 
 #: Packages with Trainer classes. The mixin must be listed before such a class.
@@ -123,9 +107,7 @@ class TrainerMixin(_Host):
 
     def __init__(self, *args: Any, recipe: Any = None, **kwargs: Any) -> None:
         self._onefold_given: Any = recipe
-        self._onefold_made = False
         super().__init__(*args, **kwargs)
-        self._onefold_made = True
         if hasattr(self, "_dist"):  # TRL's, where it generates
             self._dist = WholeWeights(self.model)
         streams = hosts.stream_to_vllm(type(getattr(self, "vllm_generation", None)))
@@ -139,14 +121,14 @@ class TrainerMixin(_Host):
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether transformers has parallelized the model while it was loaded. False in `__init__`,
-        where Trainer would refuse to save such a model's optimizer, which Onefold does.
+        """False, also of a model that transformers has parallelized while it was loaded: Trainer would
+        refuse to save such a model's optimizer, which Onefold does.
         """
-        return self._onefold_made and self._onefold_parallelized
+        return False
 
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, value: bool) -> None:
-        self._onefold_parallelized = value
+        """Ignore what Trainer says of its model."""
 
     def create_accelerator_and_postprocess(self) -> None:
         recipe = recipe_of(self._onefold_given, self.args)
@@ -164,23 +146,23 @@ class TrainerMixin(_Host):
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         """Do nothing: `onefold.shard` moves the model."""
 
-    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
-        """Do nothing: `onefold.shard` has given every rank the first one's values."""
-
     def _shard_model(self) -> None:
         """Shard `self.model` in place, unless it is sharded already. Collective."""
         model = self.model
         if not is_sharded(model):
             refuse_model(model)
-            if self.args.torch_compile:
-                compile_blocks(model, self.args)
+            if (args := self.args).torch_compile:
+                asked = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
+                how = {name: value for name, value in asked.items() if value}
+                compile_blocks(model, "torch_compile=True", **how)
             loading.shard(model, self.recipe, self.args.device)
         self.accelerator.onefold_model = weakref.ref(model)
         self.model_wrapped = self.accelerator.prepare_model(model)
 
-    get_train_dataloader = _own_loader("get_train_dataloader")
-    get_eval_dataloader = _own_loader("get_eval_dataloader")
-    get_test_dataloader = _own_loader("get_test_dataloader")
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Make Trainer's own loader, of whichever dataset."""
+        refuse_whole_samples(self.model)
+        return super()._get_dataloader(*args, **kwargs)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         refuse_frozen(self.model)
@@ -202,14 +184,6 @@ class TrainerMixin(_Host):
             handler = accelerator.scaler_handler
             options = handler.to_kwargs() if handler is not None else {}
             accelerator.scaler = onefold.GradScaler(self.model, **options)
-
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        accelerator = self.accelerator
-        placement, accelerator.device_placement = accelerator.device_placement, False
-        try:  # accelerate must not move optimizer states: they are made where they are stored
-            return super()._prepare_for_training(*args, **kwargs)
-        finally:
-            accelerator.device_placement = placement
 
     def _torch_optimizer(self) -> Any:
         """Return Trainer's optimizer without accelerate's wrappers."""
@@ -238,7 +212,7 @@ class TrainerMixin(_Host):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._shard_model()
         generating = getattr(self, "_gen_kwargs", None)  # Seq2SeqTrainer's
-        if generating is not None and divides_parameters(self.recipe):
+        if generating is not None and self.recipe.parameters.sharded:
             generating.setdefault("synced_gpus", True)  # all ranks must make equally many passes
         return super().evaluation_loop(*args, **kwargs)
 
@@ -253,13 +227,15 @@ class TrainerMixin(_Host):
             return
         folder = output_dir if output_dir is not None else self.args.output_dir
         save_weights(self.model, folder)
-        with self._first_rank_writes() as writes:
-            if writes:
-                collator = getattr(self, "data_collator", None)
-                words = self.processing_class or getattr(collator, "tokenizer", None)
-                if words is not None:
-                    words.save_pretrained(folder)
-                torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+        def write() -> None:
+            collator = getattr(self, "data_collator", None)
+            words = self.processing_class or getattr(collator, "tokenizer", None)
+            if words is not None:
+                words.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, TRAINING_ARGS_NAME))
+
+        on_first(self.model, write)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write master weights, optimizer states and what else a run resumes from. Collective.
@@ -276,18 +252,8 @@ class TrainerMixin(_Host):
             overwrite=True,
             frozen=embedding_layers(model) if getattr(model, "peft_config", None) else True,
         )
-        with self._first_rank_writes() as writes:
-            if writes:
-                torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER_NAME))
-
-    @contextlib.contextmanager
-    def _first_rank_writes(self) -> Iterator[bool]:
-        """Yield True on the first rank, and False elsewhere. An error there raises on every rank.
-        Collective.
-        """
-        together = Together.of(onefold.engine_of(self.model))
-        with together.each_rank():
-            yield together.rank == 0
+        place = os.path.join(output_dir, SCHEDULER_NAME)
+        on_first(model, lambda: torch.save(self.lr_scheduler.state_dict(), place))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Load the weights if the model is sharded.
@@ -327,28 +293,6 @@ class Trainer(TrainerMixin, transformers.Trainer):
     """
 
 
-def compile_blocks(model: nn.Module, args: Any) -> None:
-    """Compile the forward of the model's repeated blocks, for `torch_compile=True`; all share one
-    compilation.
-
-    The backend and mode are those of the training arguments. The hooks that gather and release a
-    block stay outside the compiled code.
-
-    Raises:
-        ValueError: the model has no repeated blocks.
-    """
-    blocks = repeated_blocks(model)
-    if not blocks:
-        raise ValueError(
-            f"torch_compile=True compiles the repeated blocks of a model, and this"
-            f" {type(model).__name__} has none: leave it out."
-        )
-    options = {"backend": args.torch_compile_backend, "mode": args.torch_compile_mode}
-    for block in blocks:
-        forward: Any = torch.compile(block.forward, **{k: v for k, v in options.items() if v})
-        block.forward = forward
-
-
 # -- Trainer's checkpoints ---------------------------------------------------------------------------
 
 #: The folder of training state in one of Trainer's checkpoints.
@@ -369,16 +313,20 @@ def save_weights(model: nn.Module, folder: StrPath) -> None:
     Raises:
         CheckpointError: the weights could not be written; raised on every rank.
     """
-    target, together = Path(folder), Together.of(onefold.engine_of(model))
-    aside, adapters = target / _ASIDE, list(getattr(model, "peft_config", None) or ())
+    target, adapters = Path(folder), list(getattr(model, "peft_config", None) or ())
+    aside = target / _ASIDE
     for name in adapters or ["default"]:
         if adapters:
             onefold.save_adapters(model, aside, name, overwrite=True)
         else:
             onefold.export(model, aside, _dtype(model), overwrite=True)
-        with together.each_rank():
-            if together.rank == 0:
-                _move_into(aside, target if name == "default" else target / name)
+        place = target if name == "default" else target / name
+        on_first(model, functools.partial(_move_into, aside, place))
+
+
+def on_first(model: nn.Module, write: Callable[[], object]) -> None:
+    """Call `write` on the first rank. An error there raises on every rank. Collective."""
+    Together.of(onefold.engine_of(model)).said_by_first(write)
 
 
 def load_weights(model: nn.Module, folder: StrPath) -> None:

@@ -1,4 +1,4 @@
-"""Load or build `--model` as a module in fp32 with its tokenizer; compilation of its blocks.
+"""Load or build `--model` as a module in fp32 with its tokenizer.
 
 a folder                  on the meta device on every rank; `onefold.shard` reads each rank's part
 a name in the hub         downloaded once on each machine, then as a folder
@@ -28,7 +28,6 @@ from onefold.models.names import NAMED_SIZES, hub_folder, kind_of, parse_size
 from onefold.plan.modules import made_by, quietly
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.processes.ranks import Ranks
-from onefold.tracing.blocks import repeated_blocks
 from onefold.wording import TrainError
 
 HEAD_WIDTH = 64
@@ -272,18 +271,3 @@ def seeded(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield
-
-
-def compile_blocks(model: nn.Module) -> None:
-    """`torch.compile` the forward of each repeated block. All blocks share one compilation.
-    `block.compile()` is not used: it would also compile the hooks that gather and release.
-    Raises TrainError if there is no repeated block.
-    """
-    blocks = repeated_blocks(model)
-    if not blocks:
-        raise TrainError(
-            "--compile compiles the repeated blocks of a model, and this one has none; leave it"
-            " out."
-        )
-    for block in blocks:
-        block.forward = torch.compile(block.forward)

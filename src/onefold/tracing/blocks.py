@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from onefold.runtime.units import OwnUnit
@@ -83,6 +84,24 @@ def recompute(module: nn.Module, how: Checkpointing) -> None:
             inner._gradient_checkpointing_func = again  # type: ignore[assignment]
         elif inner in blocks and inner not in skipped:
             inner.forward = partial(again, inner.forward)
+
+
+def compile_blocks(module: nn.Module, option: str, **how: Any) -> None:
+    """Compile the forward of the repeated blocks, by `torch.compile(forward, **how)`. All blocks
+    share one compilation. The hooks that gather and release a block stay outside the compiled code:
+    `block.compile()` would take them in.
+
+    Raises:
+        ValueError: there are no repeated blocks. `option`: what asked for it.
+    """
+    blocks = repeated_blocks(module)
+    if not blocks:
+        raise ValueError(
+            f"{option} compiles the repeated blocks of a model, and this {type(module).__name__} has"
+            " none: leave it out."
+        )
+    for block in blocks:
+        block.forward = torch.compile(block.forward, **how)
 
 
 # -- a few of many blocks --------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from onefold.data.samples import Data, load_data
 from onefold.data.tokens import tokens_of
 from onefold.memory import free_host_memory
 from onefold.models.adapters import with_adapters
-from onefold.models.build import Loaded, compile_blocks, load_on_first_rank
+from onefold.models.build import Loaded, load_on_first_rank
 from onefold.models.names import kind_of
 from onefold.models.parallel import AXES, DATA, parallelize
 from onefold.observe.trace import Recording
@@ -43,7 +43,7 @@ from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.recipe.core import NODES, TIERS
 from onefold.recipe.optimizers import PLANNED, TRAINED, WHOLE
-from onefold.tracing.blocks import recompute
+from onefold.tracing.blocks import compile_blocks, recompute
 from onefold.train import optimizers
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
 from onefold.wording import TrainError, readable
@@ -361,10 +361,10 @@ def prepare(
         recipe = config.recipe(choice.stage)
         note(f"dividing {trained + frozen:,} parameters among {ranks.world_size} ranks")
         model = _sharded(loaded, recipe, config, ranks)
+        if config.compile:
+            compile_blocks(model, "--compile")
     except (ValueError, TierError) as error:
         raise TrainError(str(error)) from error
-    if config.compile:
-        compile_blocks(model)
     groups = parameter_groups(model.named_parameters(), no_decay, config.weight_decay, by_muon)
     if not groups:
         raise TrainError(
