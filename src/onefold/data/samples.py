@@ -68,20 +68,21 @@ class Samples:
         """Return (tokens, labels, positions where documents begin) of a sample."""
         number = int(np.searchsorted(self._ends, index, side="right"))
         part, own = self.parts[number], index - (self._ends[number - 1] if number else 0)
-        if part.kind == "messages":
+        chat, starts = part.kind == "messages", np.zeros(1, np.int64)
+        if chat:
             at = self._taken[number][own]
             begin = int(part.ends[at - 1]) if at else 0
             end = min(int(part.ends[at]), begin + self.seq)
-            ids = part.tokens[begin:end].astype(np.int64)
-            return ids, np.where(part.said[begin:end], ids, IGNORE), np.zeros(1, np.int64)
-        begin = own * self.seq
-        ids = part.tokens[begin : begin + self.seq].astype(np.int64)
-        if not self.apart:
-            return ids, ids, np.zeros(1, np.int64)
-        first, last = np.searchsorted(part.ends, [begin + 1, begin + self.seq])
-        starts = np.concatenate([[0], part.ends[first:last] - begin])
+        else:
+            begin, end = own * self.seq, (own + 1) * self.seq
+        ids = part.tokens[begin:end].astype(np.int64)
         labels = ids.copy()
-        labels[starts] = IGNORE  # no earlier token of the document predicts them
+        if chat:
+            labels[part.said[begin:end] == 0] = IGNORE
+        elif self.apart:
+            first, last = np.searchsorted(part.ends, [begin + 1, end])
+            starts = np.append(starts, part.ends[first:last] - begin)
+            labels[starts] = IGNORE  # no earlier token of the document predicts them
         return ids, labels, starts
 
     def batch(self, indices: Indices) -> Batch:
@@ -109,14 +110,12 @@ class Samples:
     def held_out(self, indices: Indices, real: int) -> tuple[Batch, int]:
         """Return (a batch of which only the first `real` samples count, the tokens that count in it).
 
-        If no sample counts, one label is kept: a mean loss over no tokens would be NaN.
+        If no sample counts, the labels stay: a mean loss over no tokens would be NaN.
         """
         batch = self.batch(indices)
-        labels = batch["labels"].clone()
-        labels[real:] = IGNORE
-        if not real:
-            labels[:1, -1:] = batch["labels"][:1, -1:].clamp(min=0)
-        return {**batch, "labels": labels}, self.counted(indices[:real])
+        if real:
+            batch["labels"][real:] = IGNORE
+        return batch, self.counted(indices[:real])
 
     def fingerprint(self) -> str:
         """Return a checksum of samples spread over all of them, to recognize other data."""
