@@ -53,12 +53,12 @@ from onefold.checkpoint.saving import check_optimizers, optimizers_of
 from onefold.checkpoint.together import Together
 from onefold.layout.holders import BoxInterval, TensorBox, whole_region
 from onefold.optim.faced_states import stepped_elsewhere
-from onefold.optim.states import meet, show_states
+from onefold.optim.states import OptimizerParts, meet, show_states
 from onefold.optim.verdict import fresh_state
-from onefold.optim.whole import Owned, owned_by
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parts import HeldParts, MasterParts
 from onefold.runtime.state.dicts import contents, takes_extra_state
 from onefold.wording import few
 
@@ -152,7 +152,7 @@ class ModelState(_State):
             out: dict[str, Any] = {}
             for name, (value, entry) in contents(self.engine, self.model).items():
                 if entry is not None:
-                    value = _part(entry, value)
+                    value = _leaf(entry, value)
                 out[_clean(name)] = value.detach() if isinstance(value, torch.Tensor) else value
             return out
 
@@ -211,21 +211,20 @@ class OptimizerState(_State):
         stateless: set[int] = set()  # groups whose parameters get no state
         # Only some ranks may have what cannot be saved, and the others would wait for them in DCP
         with Together.of(self.engine).each_rank(), disable_torch_function(), torch.no_grad():
-            for optimizer, group, name, entry in self._parameters():
+            for parts, group, name, entry in self._parameters():
                 if name in state:
                     raise CheckpointError(
                         f"parameter {name!r} is in two parameter groups or optimizers: DCP holds"
                         " one state for a name."
                     )
-                whole = owned_by(optimizer).get(id(entry.param))
-                if not _holds_some(entry, whole):
+                if not _holds_some(parts, entry):
                     continue
-                values = optimizer.state.get(entry.param)
+                values = parts.optimizer.state.get(entry.param)
                 if not values and entry.param.requires_grad and id(group) not in stateless:
-                    values = _fresh(optimizer, group, entry, whole)
+                    values = _fresh(parts, group, entry)
                     stateless.update([] if values else [id(group)])
                 if values:
-                    state[name] = {k: _part(entry, value, k, whole) for k, value in values.items()}
+                    state[name] = {k: _leaf(entry, value, k, parts) for k, value in values.items()}
             # Tensors are copied, not aliased: DCP loads groups by position, but the checkpoint's
             # groups may be in another order. `_take_options` matches them by their parameters.
             groups = [
@@ -247,19 +246,19 @@ class OptimizerState(_State):
         with disable_torch_function(), torch.no_grad():
             self._take_options(state["param_groups"])
             elsewhere: dict[Optimizer, list[Any]] = {each: [] for each in self.optimizers}
-            for optimizer, _, name, entry in self._parameters():
-                whole = owned_by(optimizer).get(id(entry.param))
-                known = optimizer.state.get(entry.param)
-                if not _holds_some(entry, whole):
-                    if whole is None and (entry.param.requires_grad or known):
-                        elsewhere[optimizer].append(entry.param)
+            for parts, _, name, entry in self._parameters():
+                states = parts.optimizer.state
+                if not _holds_some(parts, entry):
+                    known = entry.param.requires_grad or states.get(entry.param)
+                    if known and parts.owned(entry) is None:
+                        elsewhere[parts.optimizer].append(entry.param)
                 elif loaded := state["state"].get(name):
-                    mine = optimizer.state[entry.param]
+                    mine = states[entry.param]
                     for key, value in loaded.items():
                         if isinstance(mine.get(key), torch.Tensor):
-                            _take(f"{name} ({key})", _part(entry, mine[key], key, whole), value)
+                            _take(f"{name} ({key})", _leaf(entry, mine[key], key, parts), value)
                         else:
-                            mine[key] = _local(entry, value, whole)
+                            mine[key] = _local(entry, value, parts)
             for optimizer, params in elsewhere.items():
                 show_states(optimizer)
                 stepped_elsewhere(optimizer, params, loaded=True)
@@ -269,10 +268,11 @@ class OptimizerState(_State):
         for optimizer in self.optimizers:
             yield from ((optimizer, *group) for group in groups_of(optimizer, known))
 
-    def _parameters(self) -> Iterator[tuple[Optimizer, dict[str, Any], str, Entry]]:
+    def _parameters(self) -> Iterator[tuple[OptimizerParts, dict[str, Any], str, Entry]]:
         """Yield what the optimizers step. A tied parameter has its first name, as in torch."""
         for optimizer, group, entries in self._groups():
-            yield from ((optimizer, group, _clean(entry.name), entry) for entry in entries)
+            parts = OptimizerParts(optimizer)
+            yield from ((parts, group, _clean(entry.name), entry) for entry in entries)
 
     def _take_options(self, loaded: list[dict[str, Any]]) -> None:
         """Set each group's options from the loaded group that has the same parameters."""
@@ -296,57 +296,50 @@ def _clean(name: str) -> str:
     return name
 
 
-def _holds_some(entry: Entry, whole: Owned | None) -> bool:
-    """Whether this rank has the optimizer's state of (some of) a parameter. `whole`: how it is
-    stepped whole.
-    """
-    a, b = entry.owned()
-    return whole.mine if whole is not None else a < b or not entry.numel
+def _holds_some(parts: HeldParts, entry: Entry) -> bool:
+    """Whether this rank has the optimizer's state of (some of) a parameter."""
+    a, b = parts.held(entry)
+    return a < b or not entry.numel
 
 
-def _part(entry: Entry, value: Any, key: str = "", whole: Owned | None = None) -> Any:
+def _leaf(entry: Entry, value: Any, key: str = "", parts: OptimizerParts | None = None) -> Any:
     """Return the parameter `entry`, or its optimizer state `key`, as a leaf for DCP: an interval, a
-    whole tensor, or a value that is not a tensor. `whole`: how it is stepped whole.
+    whole tensor, or a value that is not a tensor. `parts`: of the state's optimizer.
 
     Raises:
         CheckpointError: the state is divided between ranks, but not shaped like the parameter.
     """
-    slot, replicated = entry.slot, not entry.flat.divided
-    if whole is not None:
-        if entry.region is None:
-            replicated = True  # its owner has it
-        elif isinstance(value, torch.Tensor) and value.shape == whole.matrix.shape:
-            return DCPInterval(value.detach().reshape(-1), entry.shape, 0, entry.region)
+    whole = None if parts is None else parts.owned(entry)
+    shape = entry.param.shape if whole is None else whole.matrix.shape
+    alone = not entry.flat.divided or (whole is not None and entry.region is None)
     if isinstance(value, torch.Tensor):
         value = value.detach()
-        if replicated or value.dim() == 0:
+        if alone or value.dim() == 0:
             return value
-        if value.shape == entry.param.shape:
-            start, _ = entry.owned()
-            if not slot.numel and entry.region is None:
-                return value.view(slot.shape)
-            return DCPInterval(value, entry.shape, start, entry.region)
+        if value.shape == shape:
+            if not entry.numel and entry.region is None:
+                return value.view(entry.shape)
+            start, _ = (parts or MasterParts()).held(entry)
+            return DCPInterval(value.reshape(-1), entry.shape, start, entry.region)
         what = f"a tensor of shape {tuple(value.shape)}"
-    elif replicated or not isinstance(value, (list, tuple, Mapping)):
+    elif alone or not isinstance(value, (list, tuple, Mapping)):
         return value
     else:
         what = f"a {type(value).__name__}"
     raise CheckpointError(
-        f"the optimizer's {key!r} of parameter {slot.name!r} is {what}, where this rank holds"
+        f"the optimizer's {key!r} of parameter {entry.name!r} is {what}, where this rank holds"
         f" {entry.param.numel()} elements of it: how the whole is put together from the ranks'"
         " parts is not known. State that is shaped like its parameter, and scalars, can be saved"
         " at every stage; other state at stage 0, or where the optimizer steps whole matrices."
     )
 
 
-def _local(entry: Entry, leaf: Any, whole: Owned | None) -> Any:
-    """Return this rank's own value of a leaf: the reverse of `_part`."""
+def _local(entry: Entry, leaf: Any, parts: OptimizerParts) -> Any:
+    """Return this rank's own value of a leaf: the reverse of `_leaf`."""
     if isinstance(leaf, DCPInterval):
-        return leaf.local if whole is None else leaf.local.view(whole.matrix.shape)
-    if whole is not None:
-        return leaf
-    nothing = isinstance(leaf, torch.Tensor) and leaf.numel() == entry.slot.numel == 0
-    return leaf.view(entry.param.shape) if nothing else leaf
+        return leaf.local.view(parts.shape(entry))
+    nothing = isinstance(leaf, torch.Tensor) and leaf.numel() == entry.numel == 0
+    return leaf.view(parts.shape(entry)) if nothing else leaf
 
 
 def _take(what: str, target: torch.Tensor, given: Any) -> None:
@@ -366,22 +359,18 @@ def _kind(value: Any) -> str:
     return repr(value)
 
 
-def _fresh(
-    optimizer: Optimizer, group: dict[str, Any], entry: Entry, whole: Owned | None
-) -> dict[str, Any]:
-    """Return the state that `optimizer` would give a parameter at its first step. `whole`: how it is
-    stepped whole.
+def _fresh(parts: OptimizerParts, group: dict[str, Any], entry: Entry) -> dict[str, Any]:
+    """Return the state that the optimizer would give a parameter at its first step.
 
     Raises:
         CheckpointError: the optimizer's step failed, for instance because it needs a closure.
     """
     try:
-        shape = None if whole is None else whole.matrix.shape
-        return fresh_state(optimizer, group, entry.param, shape)
+        return fresh_state(parts.optimizer, group, entry.param, parts.shape(entry))
     except Exception as error:
         raise CheckpointError(
-            f"the state of a fresh {type(optimizer).__name__} could not be made by a step with zero"
-            f" gradients ({type(error).__name__}: {error}). Take a training step before loading;"
+            f"the state of a fresh {type(parts.optimizer).__name__} could not be made by a step with"
+            f" zero gradients ({type(error).__name__}: {error}). Take a training step before loading;"
             " its effect is overwritten."
         ) from error
 
