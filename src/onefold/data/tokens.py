@@ -17,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from onefold.checkpoint.errors import CheckpointError
+from onefold.checkpoint.folder import Unfinished
 from onefold.data.sources import Part, key_of, parts_of, refuse_two_kinds, rows_of
 from onefold.data.text import Tokenizer, encode_chat
 from onefold.wording import TrainError
@@ -41,8 +42,6 @@ VERSION = 1
 BATCH = 1 << 20
 #: Seconds that the first rank tokenizes before it tells the waiting ranks, which would time out.
 TURN = 20.0
-#: Seconds after which an unfinished folder that nobody writes to is removed.
-ABANDONED = 3600.0
 #: The columns: {attribute of `Tokens` and name of the file: dtype}.
 COLUMNS = {"tokens": np.int32, "ends": np.int64, "said": np.uint8, "first": np.int64}
 
@@ -106,19 +105,25 @@ def tokens_of(
     return found
 
 
+class _Unfinished(Unfinished):
+    """A folder of tokens that is being written. Its name says what is in it, so it may replace another."""
+
+    what, kind = "tokens cannot be written to", "folder of tokens"
+
+    def is_own(self) -> bool:
+        return True
+
+
 def _write(name: str, field: str | None, tokenizer: Any, folder: Path) -> Iterator[int]:
     """Write the tokens of one part of the data. Yields the number of tokens so far, every `TURN`
     seconds. Raises TrainError, and leaves nothing then.
     """
-    aside = folder.with_name(f"{folder.name}.{os.getpid()}.partial")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     kind, count, whole, turn = "", 0, 0, time.monotonic()
     try:
-        remove_abandoned(folder)
-        aside.mkdir(parents=True)
-        with contextlib.ExitStack() as stack:
+        with _Unfinished(folder, overwrite=True) as made, contextlib.ExitStack() as stack:
             files = {
-                of: stack.enter_context((aside / f"{of}.bin").open("wb", buffering=BATCH))
+                of: stack.enter_context((made.folder / f"{of}.bin").open("wb", buffering=BATCH))
                 for of in COLUMNS
             }
 
@@ -155,19 +160,17 @@ def _write(name: str, field: str | None, tokenizer: Any, folder: Path) -> Iterat
             for file in files.values():
                 file.flush()
                 os.fsync(file.fileno())
-        meta = {"data": name, "kind": kind, "tokens": count, "whole": whole}
-        (aside / "meta.json").write_text(json.dumps(meta) + "\n", encoding="utf-8")
-        # Another run may have just made them: its ranks map them by now, so they stay
-        if not is_complete(folder):
-            shutil.rmtree(folder, ignore_errors=True)
-            aside.rename(folder)
-    except OSError as error:
+            meta = {"data": name, "kind": kind, "tokens": count, "whole": whole}
+            text = json.dumps(meta) + "\n"
+            (made.folder / "meta.json").write_text(text, encoding="utf-8")
+            if is_complete(folder):  # another run has just made them, and its ranks map them by now
+                made.discard()
+            else:
+                made.commit(overwrite=True)
+    except CheckpointError as error:
         raise TrainError(
-            f"tokens cannot be written to {folder.parent} ({error.strerror or error}): free"
-            " space there, or name another folder with --data-cache."
+            f"{error} Free space there, or name another folder with --data-cache."
         ) from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _some(rows: Iterable[tuple[str, Any, bool]]) -> Iterator[tuple[str, list[tuple[Any, bool]]]]:
@@ -189,17 +192,6 @@ def _some(rows: Iterable[tuple[str, Any, bool]]) -> Iterator[tuple[str, list[tup
 def is_complete(folder: Path) -> bool:
     """Return whether a folder of tokens is there and complete: its description is written last."""
     return (folder / "meta.json").is_file()
-
-
-def remove_abandoned(folder: Path) -> None:
-    """Remove stale unfinished folders for the same tokens, left by killed runs. A folder is stale
-    if nobody has written to it for an hour: another run may be filling a younger one.
-    """
-    for left in folder.parent.glob(f"{folder.name}.*.partial"):
-        with contextlib.suppress(OSError):
-            last = max(path.stat().st_mtime for path in (left, *left.iterdir()))
-            if time.time() - last > ABANDONED:
-                shutil.rmtree(left, ignore_errors=True)
 
 
 def _key(part: Part, field: str | None, tokenizer: Any) -> str:
