@@ -10,11 +10,11 @@ a factory                 called on every rank; the model is used as it is retur
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -97,34 +97,29 @@ def load_on_first_rank(
     the folder's. A factory is called on every rank, because only it can build its model. `note`
     tells the user of a download.
     """
-    if kind_of(name) == "hub":
-        folder = hub_folder(name, ranks, note)
-        return replace(
-            load_on_first_rank(str(folder), tokenizer, seed, seq, ranks, note), name=name
-        )
-    if ranks.world_size == 1 or kind_of(name) == "factory":
-        return load_model(name, tokenizer, seed, seq)
-    if kind_of(name) == "scratch":
-        return load_model(name, tokenizer, seed, seq, empty=not ranks.is_first)
-    own: list[Loaded] = []
+    kind = kind_of(name)
+    place = str(hub_folder(name, ranks, note)) if kind == "hub" else name
+    load = partial(load_model, place, tokenizer, seed, seq)
+    here: list[Loaded] = []
 
-    def load() -> tuple[Any, ...]:
-        own.append(load_model(name, tokenizer, seed, seq))
-        module: Any = own[0].module
+    def first() -> tuple[Any, ...]:
+        here.append(load())
+        module: Any = here[0].module
         beside = getattr(module, "generation_config", None)
-        return type(module), module.config, beside, replace(own[0], module=nn.Identity())
+        return type(module), module.config, beside, replace(here[0], module=nn.Identity())
 
-    kind, config, generation, loaded = ranks.on_first(load)
-    if own:
-        return own[0]
-    with quiet_transformers():
-        if loaded.weights is not None:
-            return replace(loaded, module=on_meta(loaded.weights))
-        with torch.device("meta"):
-            module = kind(config).float().train()
-    # With the same configuration, all ranks generate the same text samples
-    module.generation_config = generation
-    return replace(loaded, module=module)
+    if ranks.world_size == 1 or kind in ("factory", "scratch"):
+        loaded = load(empty=not ranks.is_first)
+    else:
+        model, config, generation, loaded = ranks.on_first(first)
+        if here:
+            loaded = here[0]
+        else:
+            with quiet_transformers(), torch.device("meta"):
+                loaded.module = model(config).float().train()
+            # With the same configuration, all ranks generate the same text samples
+            loaded.module.generation_config = generation
+    return replace(loaded, name=name) if kind == "hub" else loaded
 
 
 # -- models ----------------------------------------------------------------------------------------
@@ -165,7 +160,7 @@ def _read_once() -> Iterator[None]:
         if importlib.util.find_spec("gguf"):  # else transformers raises the error
             gguf: Any = importlib.import_module("gguf")
             for name in ("GGUFReader", "get_tensor_name_map"):
-                once = functools.lru_cache(maxsize=1)(getattr(gguf, name))
+                once = lru_cache(maxsize=1)(getattr(gguf, name))
                 inside.enter_context(mock.patch.object(gguf, name, once))
         yield
 
