@@ -3,7 +3,7 @@ a whole model on any rank.
 
 | to read about                   | modules, in the order of a call                                      |
 |---------------------------------|----------------------------------------------------------------------|
-| loading a Hugging Face folder   | huggingface ► hf_names (rows of which tensor) ► fitted; weights      |
+| loading a Hugging Face folder   | huggingface ► hf_names (rows of which tensor); weights               |
 | exporting one                   | export                                                               |
 | adapters of peft                | adapters; merged: adapters added to the base model's weights         |
 | whole tensors, to other engines | whole_tensors                                                        |

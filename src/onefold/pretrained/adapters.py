@@ -46,9 +46,14 @@ from onefold.pretrained.export import (
     whole,
     write,
 )
-from onefold.pretrained.fitted import Fitted, Outline, outline_of, refuse_shapes, ties, unwrapped
-from onefold.pretrained.hf_names import same
-from onefold.pretrained.huggingface import HuggingFaceSource, load_fitted
+from onefold.pretrained.hf_names import Outline, outline_of, same, ties
+from onefold.pretrained.huggingface import (
+    Fitted,
+    HuggingFaceSource,
+    load_fitted,
+    refuse_shapes,
+    unwrapped,
+)
 from onefold.reading import StrPath
 from onefold.runtime.hooks import engine_of
 from onefold.runtime.parts import MasterParts

@@ -24,7 +24,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,8 +41,16 @@ from onefold.checkpoint.tensorfile import Planned, write_tensors
 from onefold.checkpoint.together import Together, meet
 from onefold.comm import StallError
 from onefold.optim.clip import across_stages
-from onefold.pretrained.fitted import Outline, joined, outline_of, stand_in, ties
-from onefold.pretrained.hf_names import Outgoing, is_transformers, writing
+from onefold.pretrained.hf_names import (
+    Outgoing,
+    Outline,
+    is_transformers,
+    joined,
+    outline_of,
+    stand_in,
+    ties,
+    writing,
+)
 from onefold.pretrained.weights import on_meta
 from onefold.reading import StrPath, read_json
 from onefold.runtime.engine import Engine
@@ -291,37 +299,33 @@ def write_files(folder: Path, files: Mapping[str, Mapping[str, Outgoing]]) -> No
     taking part, and raises at the end.
     """
     error: Exception | None = None
+    if not folder.is_dir():
+        error = CheckpointError(
+            f"{folder}, made by the first rank, is not there: export to a folder that all ranks share."
+        )
     for file, group in files.items():
         left = iter(group.values())
-        if error is None:
-            try:
-                _write_file(folder / file, group, left)
-            except StallError:
-                raise
-            except Exception as raised:
-                error = raised
+        planned = [
+            Planned(
+                key,
+                t.like.dtype,
+                tuple(t.like.shape),
+                lambda left=left: next(left).written(),  # type: ignore[misc]
+                t.held.x if t.held else 0,
+            )
+            for key, t in group.items()
+        ]
+        try:
+            if error is None:
+                write_tensors(folder / file, planned, shared=True)
+        except StallError:
+            raise
+        except Exception as raised:
+            error = raised
         for tensor in left:
             tensor.written()
     if error is not None:
         raise error
-
-
-def _write_file(path: Path, group: Mapping[str, Outgoing], left: Iterator[Outgoing]) -> None:
-    """Write what this rank writes of a file. Each tensor is taken out of `left` before."""
-    if not path.parent.is_dir():
-        raise CheckpointError(
-            f"{path.parent}, made by the first rank, is not there: export to a folder that all ranks"
-            " share."
-        )
-
-    def following() -> Iterable[Tensor]:
-        return next(left).written()
-
-    planned = [
-        Planned(key, t.like.dtype, tuple(t.like.shape), following, t.held.x if t.held else 0)
-        for key, t in group.items()
-    ]
-    write_tensors(path, planned, shared=True)
 
 
 def check_arguments(dtype: Any, max_shard_bytes: Any) -> None:

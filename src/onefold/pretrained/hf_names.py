@@ -1,4 +1,5 @@
-"""Map elements of a Hugging Face folder's tensors to elements of the model's tensors, and back.
+"""What tensors a model consists of, and how elements of a Hugging Face folder's tensors are mapped to
+theirs, and back.
 
     in the folder                                 in the model
     ...experts.0.w1.weight  [I, H]   ─┐
@@ -30,8 +31,64 @@ from torch import Tensor, nn
 from onefold.checkpoint.errors import NotStreamed
 from onefold.checkpoint.parts import Held
 from onefold.checkpoint.tensorfile import numel_of
+from onefold.runtime.flat import Entry
+from onefold.runtime.hooks import engine_of, is_sharded
+from onefold.runtime.state.dicts import contents
 
 Shape = tuple[int, ...]
+
+
+# -- a model's tensors -----------------------------------------------------------------------------
+
+#: The tensors of a model by name, in the order of its state dict: `nn.Parameter` and buffers. A tied
+#: parameter is one object under all its names. Of a sharded model they are stand-ins on the meta
+#: device, with logical shapes.
+Outline = dict[str, Tensor]
+
+
+def outline_of(module: nn.Module, masters: bool = False) -> Outline:
+    """Return the outline of a model. Of a sharded one, with compute dtypes, or with those of the
+    master weights.
+    """
+    if not is_sharded(module):
+        held = module.state_dict(keep_vars=True).items()
+        return {name: value for name, value in held if isinstance(value, Tensor)}
+    out, parameters = Outline(), dict[Entry, Tensor]()
+    for name, (value, entry) in contents(engine_of(module), module).items():
+        if entry is not None:
+            dtypes = entry.flat.dtypes
+            like = stand_in(entry.shape, dtypes.master if masters else dtypes.compute)
+            parameter = parameters.setdefault(entry, nn.Parameter(like, requires_grad=False))
+            # A hook of the module may have renamed it
+            out[name if name in entry.names else entry.name] = parameter
+        elif isinstance(value, Tensor):
+            out[name] = stand_in(value.shape, value.dtype)
+    return out
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def ties(outline: Outline) -> list[list[str]]:
+    """Return all names of each tensor; the first is its main name."""
+    out: dict[Any, list[str]] = {}
+    for name, like in outline.items():
+        out.setdefault(id(like) if isinstance(like, nn.Parameter) else name, []).append(name)
+    return list(out.values())
+
+
+def joined(outlines: Iterable[Outline]) -> Outline:
+    """Return the outline of a pipeline, whose stages may have buffers of the same names."""
+    out: Outline = {}
+    for outline in outlines:
+        for names in ties(outline):
+            if names[0] not in out:
+                out |= {name: outline[name] for name in names}
+    return out
+
+
+# -- rows ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,7 +104,6 @@ class ElementRun:
 
 
 Runs = tuple[ElementRun, ...]
-
 
 #: The numbers of two tensors are at least so far apart; no tensor has as many rows.
 _APART = 1 << 40
@@ -144,7 +200,7 @@ class Rules:
         first: str,
         sources: Sequence[tuple[str, str]],
         values: Mapping[str, Tensor],
-        likes: Mapping[str, Tensor],
+        likes: Outline,
     ) -> dict[str, Tensor]:
         """Return what one converter makes of the values of `sources`, (name, pattern). `likes`:
         stand-ins for the model's tensors. A sharded model's parameters do not tell their shapes.
@@ -157,7 +213,7 @@ class Rules:
         made = converter.convert(first, model=model, config=config)
         return {n: value[0] if isinstance(value, list) else value for n, value in made.items()}
 
-    def incoming(self, key: str, expected: Mapping[str, Tensor]) -> tuple[str, str | None]:
+    def incoming(self, key: str, expected: Outline) -> tuple[str, str | None]:
         """Return the name in the model of the folder's tensor `key`, and the pattern of the converter
         that takes it, if any.
         """
@@ -199,7 +255,7 @@ class Outgoing:
 
 
 def reading(
-    stored: Mapping[str, Shape], expected: Mapping[str, Tensor], module: nn.Module
+    stored: Mapping[str, Shape], expected: Outline, module: nn.Module
 ) -> tuple[dict[str, tuple[Shape, Runs]], list[str], Rules | None]:
     """Return how the model's tensors (`expected`) are made of the folder's (`stored`): {name in the
     model: (shape, runs of the folder's tensors)}, names in the folder without a place in the model,

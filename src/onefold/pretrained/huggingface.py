@@ -2,7 +2,7 @@
 
     model.safetensors, or model.safetensors.index.json and its files
       │ HuggingFaceSource            the folder's own names
-      │   .fitted(module)            the model's names: prefixes, ties, fused tensors (hf_names.py)
+      │   .fitted(module)            the model's names: prefixes, ties, fused tensors (hf_names.py), peft's wrappers
       ▼
     Fitted ──► loading.apply_source  each rank reads only the elements that it owns, into its master weights
 
@@ -13,25 +13,159 @@ initialized first.
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from onefold.checkpoint.errors import CheckpointError, NotStreamed
 from onefold.checkpoint.loading import apply_source, opened_alike
 from onefold.checkpoint.saving import begun
 from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
 from onefold.checkpoint.tensorfile import TensorFile
-from onefold.pretrained.fitted import Fitted, copies, outline_of, refuse_shapes, ties, unwrapped
-from onefold.pretrained.hf_names import is_transformers, reading
+from onefold.pretrained.hf_names import (
+    Outline,
+    Runs,
+    Shape,
+    is_transformers,
+    outline_of,
+    overlapping,
+    reading,
+    ties,
+)
 from onefold.reading import StrPath, read_json
 from onefold.runtime.hooks import is_sharded
 from onefold.wording import few
+
+
+def unwrapped(module: nn.Module, names: Iterable[str]) -> tuple[nn.Module, dict[str, str]]:
+    """Return the model inside peft's wrappers, and {name in `module`: name in the inner model}."""
+    inner: Any = getattr(module, "get_base_model", None) if hasattr(module, "peft_config") else None
+    base: nn.Module = inner() if callable(inner) else module
+    adapters = tuple(
+        f"{path}.{part}." if path else f"{part}."
+        for path, m in module.named_modules()
+        for part in (
+            *(getattr(m, "adapter_layer_names", None) or ()),
+            *(getattr(m, "other_param_names", None) or ()),
+        )
+    )
+    prefix = next((path + "." for path, m in module.named_modules() if m is base and path), "")
+    out = {}
+    for name in names:
+        if not name.startswith(adapters) and name.startswith(prefix):
+            plain = name.removeprefix(prefix)
+            if adapters:
+                # Adapters of two parameters of one module wrap each other
+                plain = re.sub(r"\.((base_layer|original_module)\.)+", ".", plain)
+            out[name] = plain
+    return base, out
+
+
+#: {attribute with peft's trained copies of a module: attribute with the original module}.
+_COPIES = {"modules_to_save": "original_module", "ln_tuning_layers": "base_layer"}
+
+
+def copies(module: nn.Module) -> dict[str, str]:
+    """Return {parameter of a copy: same parameter of the original module} for each module that peft
+    trains as a copy. The copy starts with the original's values. Only parameters on the meta device
+    are returned.
+    """
+    return {
+        f"{path}.{kept}.{adapter}.{name}": f"{path}.{original}.{name}"
+        for path, wrapping in module.named_modules()
+        for kept, original in _COPIES.items()
+        if hasattr(wrapping, original)
+        for adapter, copy in getattr(wrapping, kept, {}).items()
+        for name, parameter in copy.named_parameters()
+        if parameter.is_meta
+    }
+
+
+class Fitted(Source):
+    """A source that shows another source's tensors under the names of a model.
+
+    Args:
+        source: the source of the tensors.
+        outline: the outline of the model.
+        made: {name in the model: the runs of the source's tensors that it consists of}.
+        wanted: names of the model's tensors that the source should have.
+        unexpected: tensors of the source without a place in the model.
+
+    Attributes:
+        missing: first names of those that it lacks.
+        rules: transformers' rules by which names were converted, if any.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        outline: Outline,
+        made: Mapping[str, Runs],
+        wanted: Set[str],
+        unexpected: Iterable[str],
+        rules: Any = None,
+    ) -> None:
+        self.source, self.folder = source, source.folder
+        self.missing: list[str] = []
+        self.unexpected, self.rules = sorted(unexpected), rules
+        self._items: dict[Item, Stored] = {}
+        self._runs: dict[Item, Runs] = {}
+        self._aliases: dict[str, str] = {}
+        for names in ties(outline):
+            there = [name for name in names if name in made]
+            if not there:
+                self.missing += () if wanted.isdisjoint(names) else names[:1]
+                continue
+            like, runs = outline[names[0]], made[there[0]]
+            item = Item("parameter" if isinstance(like, nn.Parameter) else "buffer", names[0])
+            dtype = source.stored(Item("parameter", runs[0].name)).dtype if runs else like.dtype
+            self._items[item], self._runs[item] = Stored(dtype, tuple(like.shape)), runs
+            self._aliases |= dict.fromkeys(names[1:], names[0])
+            if any(made[name] != runs for name in there):  # as transformers takes it
+                logging.getLogger("onefold").warning(
+                    "%s has a tensor for each of %s, which are one parameter in the model: the first"
+                    " is read", source.describe, ", ".join(there),
+                )  # fmt: skip
+
+    @property
+    def describe(self) -> str:
+        return self.source.describe
+
+    def items(self) -> Mapping[Item, Stored]:
+        return self._items
+
+    def close(self) -> None:
+        self.source.close()
+
+    def aliases(self) -> Mapping[str, str]:
+        return self._aliases
+
+    def names(self) -> set[str]:
+        """Return every name of the model for which the source has values."""
+        return {item.name for item in self._items} | set(self._aliases)
+
+    def read(self, item: Item, start: int, stop: int, out: Tensor) -> None:
+        for run in overlapping(self._runs[item], start, stop):
+            into = out[run.at - start : run.at - start + run.length]
+            self.source.read(Item("parameter", run.name), run.start, run.start + run.length, into)
+
+
+def refuse_shapes(there: Mapping[str, Shape], expected: Outline, what: str, hint: str = "") -> None:
+    """Raise CheckpointError if tensors that both sides have differ in shape. The message begins
+    with `what` and ends with `hint`.
+    """
+    wrong = [
+        f"{name}: {there[name]} there, {tuple(like.shape)} in the model"
+        for name, like in expected.items()
+        if there.get(name, like.shape) != like.shape
+    ]
+    if wrong:
+        raise CheckpointError(f"{what} {'; '.join(wrong[:5])}.{hint}")
 
 
 class HuggingFaceSource(Source):
@@ -95,7 +229,7 @@ class HuggingFaceSource(Source):
     def items(self) -> Mapping[Item, Stored]:
         return self._items
 
-    def read(self, item: Item, start: int, stop: int, out: torch.Tensor) -> None:
+    def read(self, item: Item, start: int, stop: int, out: Tensor) -> None:
         self._where[item.name].read(item.name, start, stop, out)
 
     def close(self) -> None:

@@ -21,8 +21,7 @@ from torch import nn
 from onefold.checkpoint.errors import CheckpointError, NotStreamed
 from onefold.checkpoint.loading import apply_source, opened_alike
 from onefold.checkpoint.together import Together, meet
-from onefold.pretrained.fitted import Fitted, copies, outline_of, unwrapped
-from onefold.pretrained.huggingface import opened
+from onefold.pretrained.huggingface import Fitted, copies, opened, unwrapped
 from onefold.reading import StrPath
 from onefold.runtime.engine import Engine
 from onefold.wording import few
@@ -118,7 +117,7 @@ class Weights:
             self._fitted = opened(folder, module)
             self.names = self._fitted.names()
             absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.names]
-            _, base = unwrapped(module, outline_of(module))
+            _, base = unwrapped(module, module.state_dict())
             # What peft begins its adapters with is known of LoRA alone
             known = base.keys() | copies(module).keys()
             if absent and not (makes_up and known >= {*absent}):
