@@ -434,14 +434,11 @@ class DCPInterval(torch.Tensor):
         start: int,
         region: TensorBox | None = None,
     ) -> DCPInterval:
-        return torch.Tensor._make_wrapper_subclass(
+        made = torch.Tensor._make_wrapper_subclass(
             cls, torch.Size(shape), dtype=local.dtype, device=local.device
         )
-
-    def __init__(
-        self, local: torch.Tensor, shape: Sequence[int], start: int, region: TensorBox | None = None
-    ) -> None:
-        self._held, self.start, self.region = _IntervalMemory(local), start, region
+        made._held, made.start, made.region = _IntervalMemory(local), start, region
+        return made
 
     @property
     def local(self) -> torch.Tensor:
