@@ -359,7 +359,6 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (lambda: loaded_with(tp_size=2, pp_size=2), "pipelines do not train"),
     (lambda: loaded_with(tp_size=2, cp_size=2), "unexpected keyword argument 'cp_size'"),
     (lambda: model_refused("_is_fsdp_managed_module", True), "has applied its FSDP"),
-    (lambda: model_refused("_tp_size", 2), "load it with distributed_config="),
 ]
 
 

@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 
 import onefold
+from onefold.pretrained.huggingface import unwrapped
 from onefold.pretrained.weights import on_meta, read_whole
 from onefold.reading import StrPath
 from onefold.recipe import Recipe
@@ -158,7 +159,10 @@ def shard(model: Any, recipe: Recipe, device: Any) -> None:
         recipe = recipe.replace(shard_group=replica)
     # Parameters that the folder lacks (a new head) are initialized as transformers does
     init = model._init_weights if folder is not None else None
-    idle = _idle_adapters(model) if recipe.frozen is not None else []
+    idle = []
+    if recipe.frozen is not None:
+        _, base = unwrapped(model, model.state_dict())
+        idle = [n for n, p in model.named_parameters() if not p.requires_grad and n not in base]
     for name in idle:
         model.get_parameter(name).requires_grad_(True)
     axes: dict[str, Any] = {}
@@ -168,16 +172,3 @@ def shard(model: Any, recipe: Recipe, device: Any) -> None:
     onefold.shard(model, recipe, device=device, weights=folder, init=init, **axes)
     for name in idle:
         model.get_parameter(name).requires_grad_(False)
-
-
-def _idle_adapters(model: Any) -> list[str]:
-    """Return the names of parameters of peft's adapters that take no gradient."""
-    if not getattr(model, "peft_config", None):
-        return []
-    said = (getattr(module, "prefix", None) for module in model.modules())  # "lora_"
-    kinds = {kind for kind in said if isinstance(kind, str) and kind}
-    return [
-        name
-        for name, p in model.named_parameters()
-        if not p.requires_grad and any(kind in name for kind in kinds)
-    ]

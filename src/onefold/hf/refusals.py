@@ -113,7 +113,7 @@ def refuse_accelerator(accelerator: Any) -> None:
 
 def refuse_model(model: Any) -> None:
     """Raise ValueError or NotImplementedError for a model that transformers has spread over
-    devices, divided or quantized.
+    devices, sharded or quantized.
     """
     name = type(model).__name__
     devices = set((getattr(model, "hf_device_map", None) or {}).values())
@@ -126,13 +126,6 @@ def refuse_model(model: Any) -> None:
         raise ValueError(
             f"transformers has applied its FSDP to this {name} while it was loaded: load it with"
             " onefold.hf.from_pretrained(..., distributed_config=...), which leaves FSDP out."
-        )
-    if getattr(model, "_mesh_manager", None) is None and (
-        (getattr(model, "tp_size", None) or 1) > 1
-    ):
-        raise ValueError(
-            f"this {name} was divided among the ranks while transformers loaded it (tp_plan=): load"
-            " it with distributed_config=."
         )
     if getattr(model, "is_quantized", False) or getattr(model, "quantization_method", None):
         raise NotImplementedError(

@@ -19,12 +19,13 @@ written in the dtype in which the model was loaded.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import os
 import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,6 @@ from onefold.checkpoint.values import refuse_another_state
 from onefold.hf import loading
 from onefold.hf.accelerator import ShardingAccelerator
 from onefold.hf.arguments import in_precision, recipe_of
-from onefold.hf.generating import WholeWeights
 from onefold.hf.refusals import (
     refuse_accelerator,
     refuse_arguments,
@@ -109,7 +109,7 @@ class TrainerMixin(_Host):
         self._onefold_given: Any = recipe
         super().__init__(*args, **kwargs)
         if hasattr(self, "_dist"):  # TRL's, where it generates
-            self._dist = WholeWeights(self.model)
+            self._dist.summon_full_params = keep_whole
         streams = hosts.stream_to_vllm(type(getattr(self, "vllm_generation", None)))
         if getattr(self.args, "use_vllm", False) and not streams:
             raise NotImplementedError(
@@ -256,22 +256,14 @@ class TrainerMixin(_Host):
         on_first(model, lambda: torch.save(self.lr_scheduler.state_dict(), place))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Load the weights if the model is sharded.
-
-        Trainer calls this before the model is sharded; `_load_optimizer_and_scheduler` then reads
-        the weights.
-        """
-        if is_sharded(self.model):
-            load_weights(self.model, resume_from_checkpoint)
+        """Do nothing: `_load_optimizer_and_scheduler` reads the weights, into the sharded model."""
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        if not has_state(checkpoint):  # saved without Onefold's state, or without Onefold
-            load_weights(self.model, checkpoint)
+        if not load_checkpoint(self.model, self._torch_optimizer(), checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        load_state(self.model, self._torch_optimizer(), checkpoint)
         schedule = os.path.join(checkpoint, SCHEDULER_NAME)
         state = torch.load(schedule, weights_only=True)
         refuse_another_state(schedule, "scheduler", self.lr_scheduler, state)
@@ -283,7 +275,17 @@ class TrainerMixin(_Host):
             super()._load_scaler(checkpoint)
 
     def _load_best_model(self) -> None:
-        load_weights(self.model, self.state.best_model_checkpoint)
+        load_checkpoint(self.model, None, self.state.best_model_checkpoint)
+
+
+@contextlib.contextmanager
+def keep_whole(module: nn.Module, **options: Any) -> Iterator[None]:
+    """How TRL's trainers that generate (GRPO, RLOO) get whole weights: inside, each unit stays
+    gathered in the compute dtype after its first use, so that ranks may generate texts of different
+    lengths. Collective.
+    """
+    with onefold.keep_gathered(module) if is_sharded(module) else contextlib.nullcontext():
+        yield
 
 
 class Trainer(TrainerMixin, transformers.Trainer):
@@ -329,48 +331,32 @@ def on_first(model: nn.Module, write: Callable[[], object]) -> None:
     Together.of(onefold.engine_of(model)).said_by_first(write)
 
 
-def load_weights(model: nn.Module, folder: StrPath) -> None:
-    """Load the weights of one of Trainer's checkpoints into the sharded model. Collective.
-
-    They are read from the master weights in the folder `STATE` if there is one, else from the files of
-    `save_weights` or of Trainer itself.
+def load_checkpoint(model: nn.Module, optimizer: Any, folder: StrPath) -> bool:
+    """Load one of Trainer's checkpoints into the sharded model and its optimizer (None: the model
+    alone). Collective. Returns whether it has the folder `STATE`. Without it, only the weights are
+    loaded, from the files of `save_weights` or of Trainer itself.
 
     Raises:
         CheckpointError: the folder has no weights, or those of another model; raised on every rank.
-    """
-    path = Path(folder)
-    if has_state(path):
-        load_state(model, None, path)
-        return
-    adapters = list(getattr(model, "peft_config", None) or ())
-    for name in adapters:
-        onefold.load_adapters(model, path if name == "default" else path / name, name)
-    if not adapters:
-        onefold.load_pretrained(model, path)
-
-
-def load_state(model: nn.Module, optimizer: Any, folder: StrPath) -> None:
-    """Load what is in the folder `STATE`. Collective.
-
-    Raises:
-        CheckpointError: the state is of another model; raised on every rank.
         ValueError: the state lacks parameters that the model trains.
     """
-    path = Path(folder) / STATE
-    strict = not getattr(model, "peft_config", None)
-    loaded = onefold.load(path, model=model, optimizer=optimizer, strict=strict, rng=False)
+    path, adapters = Path(folder), list(getattr(model, "peft_config", None) or ())
+    state = path / STATE
+    if not (state / MANIFEST).is_file():  # saved without Onefold's state, or without Onefold
+        for name in adapters:
+            onefold.load_adapters(model, path if name == "default" else path / name, name)
+        if not adapters:
+            onefold.load_pretrained(model, path)
+        return False
+    loaded = onefold.load(state, model=model, optimizer=optimizer, strict=not adapters, rng=False)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     lacking = sorted(trained.intersection(loaded.missing))
     if lacking:
         raise ValueError(
-            f"{path} is of another model: it has nothing for {len(lacking)} trained parameters"
+            f"{state} is of another model: it has nothing for {len(lacking)} trained parameters"
             f" ({', '.join(lacking[:5])})."
         )
-
-
-def has_state(folder: StrPath) -> bool:
-    """Whether one of Trainer's checkpoints has the folder `STATE`."""
-    return (Path(folder) / STATE / MANIFEST).is_file()
+    return True
 
 
 def _dtype(model: nn.Module) -> torch.dtype | str | None:
