@@ -14,8 +14,6 @@ Several parts are written a.jsonl:0.7,b.parquet:0.3. The numbers are their share
 from __future__ import annotations
 
 import hashlib
-import importlib
-import importlib.util
 import itertools
 import json
 import os
@@ -233,9 +231,10 @@ def _json(where: str, raw: bytes) -> Any:
 def _table(name: str, field: str | None, *what: Any, **how: Any) -> Iterator[Row]:
     """Yield the rows of what `datasets.load_dataset(*what, **how)` opens, as documents."""
     where = f"--data {name}:"
-    if importlib.util.find_spec("datasets") is None:
-        raise TrainError(f"{where} this needs: pip install datasets.")
-    datasets: Any = importlib.import_module("datasets")
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise TrainError(f"{where} this needs: pip install datasets.") from None
     try:
         found = datasets.load_dataset(*what, **how)
         column = _column(where, "column", list(found.column_names or next(iter(found))), field)

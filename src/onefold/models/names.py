@@ -130,15 +130,13 @@ def precision_of(name: str) -> str | None:
     """Return the precision of the weights of `--model` by its config.json: fp32, bf16 or fp16. None
     if the model has not been downloaded yet. Models that are not folders have fp32.
     """
-    if os.path.isdir(name):
-        return _precision(Path(name))
-    if not is_hub_name(name) or os.path.exists(name):
-        return "fp32"
-    folder = cached(name)
-    return None if folder is None else _precision(folder)
-
-
-def _precision(folder: Path) -> str:
+    folder = Path(name) if os.path.isdir(name) else None
+    if folder is None:
+        if not is_hub_name(name) or os.path.exists(name):
+            return "fp32"
+        folder = cached(name)
+    if folder is None:
+        return None
     config = _json_of(folder / "config.json")
     # A model with several kinds of input has a dtype for each of its parts
     for part in (config, config.get("text_config")):

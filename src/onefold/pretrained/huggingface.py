@@ -191,17 +191,26 @@ class HuggingFaceSource(Source):
             self._open(name)
 
     def _open(self, name: str) -> None:
-        path = self.folder
+        path, one = self.folder, self.folder / f"{name}.safetensors"
+        index = self.folder / f"{name}.safetensors.index.json"
         if path.is_file() and path.suffix == ".safetensors":
-            self._take(path, None)
-            self.folder = path.parent
-        elif (path / f"{name}.safetensors").is_file():
-            self._take(path / f"{name}.safetensors", None)
-        elif (path / f"{name}.safetensors.index.json").is_file():
-            for file, keys in _index(path / f"{name}.safetensors.index.json").items():
-                self._take(path / file, keys)
-        else:
-            raise _no_weights(path, name)
+            self.folder, one = path.parent, path
+        files: dict[Path, list[str] | None] = {one: None}
+        if not one.is_file():
+            if not index.is_file():
+                raise _no_weights(path, name)
+            files = {path / file: keys for file, keys in _index(index).items()}
+        for place, keys in files.items():
+            file = TensorFile(place)
+            self._files.append(file)
+            for key in file.header if keys is None else keys:
+                if key not in file.header:
+                    raise CheckpointError(
+                        f"the index of {self.folder} says that {key!r} is in {place.name}, which does"
+                        " not hold it."
+                    )
+                self._where[key], entry = file, file.header[key]
+                self._items[Item("parameter", key)] = Stored(entry.dtype, entry.shape)
         method = _quantized(self.folder) if name == "model" else None
         if method:
             raise NotStreamed(
@@ -209,18 +218,6 @@ class HuggingFaceSource(Source):
                 " model as they are. Open it with transformers' from_pretrained, dequantize it,"
                 " and save that."
             )
-
-    def _take(self, path: Path, keys: list[str] | None) -> None:
-        file = TensorFile(path)
-        self._files.append(file)
-        for key in file.header if keys is None else keys:
-            if key not in file.header:
-                raise CheckpointError(
-                    f"the index of {self.folder} says that {key!r} is in {path.name}, which does"
-                    " not hold it."
-                )
-            self._where[key], entry = file, file.header[key]
-            self._items[Item("parameter", key)] = Stored(entry.dtype, entry.shape)
 
     @property
     def describe(self) -> str:

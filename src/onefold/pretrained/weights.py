@@ -177,15 +177,12 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
     layers: list[Any] = [m for m in module.modules() if hasattr(m, "reset_lora_parameters")]
     lora = {name: config for name, config in configs.items() if config.peft_type == "LORA"}
     for layer, (name, config) in itertools.product(layers, lora.items()):
+        own = (p for path, p in layer.named_parameters() if path.split(".")[1:2] == [name])
+        if not any(p.is_meta for p in own):
+            continue
         parts = [
             part for kind in layer.adapter_layer_names if name in (part := getattr(layer, kind, {}))
         ]
-        tensors = (
-            [part[name]] if isinstance(part[name], torch.Tensor) else part[name].parameters()
-            for part in parts
-        )
-        if not any(p.is_meta for p in itertools.chain.from_iterable(tensors)):
-            continue
         how = config.init_lora_weights
         if how not in (True, False, "gaussian") or config.use_dora:
             raise CheckpointError(
