@@ -146,7 +146,7 @@ def assert_close(here: Here, what: str, found: Any, expected: Any, rtol: float =
     """
     wrong, atol = "", 1e-12 if rtol else 0.0
     try:
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=True)
+        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol, equal_nan=not rtol)
     except AssertionError as error:
         wrong = f"{what}: {error}"
     assert_nowhere(here, wrong)
