@@ -517,13 +517,11 @@ class NvmeStorage(OffloadStorage):
 
     # -- gradients ---------------------------------------------------------------------------------
 
-    def take_gradient(self, total: torch.Tensor, wanted: list[Entry]) -> bool:
+    def take_gradient(self, total: torch.Tensor, wanted: list[Entry]) -> None:
         """Write the gradients of the entries `wanted` to NVMe, or add to those that are there.
 
         `total`: host sums, [owned]. `.grad` of the entries becomes storageless.
         """
-        if not self.gradients_on_disk:
-            return False
         dtype = self.region("gradient", self.flat.dtypes.master).dtype
         if all(e.param.grad is None for e in self.flat.entries):
             self.scale = None
@@ -556,7 +554,6 @@ class NvmeStorage(OffloadStorage):
                 elif not self.transfers.down.asynchronous and part.dtype == dtype:
                     self.norms[entry.index] = torch._foreach_norm([part], 2.0)[0]
                 entry.param.grad = storageless(entry.param, f"the gradient of {entry.slot.name!r}")
-        return True
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """See `Storage`. Reads the gradient again unless `norms` has the answer."""

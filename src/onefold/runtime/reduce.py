@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from onefold.comm import Pending
     from onefold.parallel.marks import Marks
     from onefold.runtime.engine import Engine
-    from onefold.runtime.storage import Storage
 
 
 #: Gradients wait on whole parameters until those of their unit have more bytes together; on a device
@@ -339,7 +338,13 @@ class Reducer:
         in_backward = early.takes(flat, meant)
         if total is not None:
             before: list[Any] = []
-            if in_backward or not self._on_disk(storage, total, mine):
+            if storage.gradients_on_disk and not in_backward:
+                try:
+                    storage.take_gradient(total, mine)
+                except TierError as error:
+                    # The other ranks wait for this one: all raise before the optimizer steps
+                    self.engine.failed(error)
+            else:
                 before = [get_grad(e.param) for e in mine]
                 master = flat.dtypes.master
                 if total.dtype != master and None in before:  # one cast, not one a parameter
@@ -357,15 +362,6 @@ class Reducer:
                 ledger.add(GRADIENTS, -nbytes_of(total))  # they were added, or copied
         if in_backward:
             early.landed(flat)
-
-    def _on_disk(self, storage: Storage, total: torch.Tensor, entries: list[Entry]) -> bool:
-        """Add the sums to gradients on disk, if these are stored there."""
-        try:
-            return storage.take_gradient(total, entries)
-        except TierError as error:
-            # The other ranks wait for this one: all raise before the optimizer steps
-            self.engine.failed(error)
-            return True
 
     def finish(self, used_anywhere: set[Entry]) -> None:
         """Land everything and hand over the gradients of what any rank used."""

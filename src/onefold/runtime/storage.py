@@ -175,15 +175,13 @@ class Storage:
         """
         return total
 
-    def take_gradient(self, total: torch.Tensor, wanted: list[Entry]) -> bool:
+    def take_gradient(self, total: torch.Tensor, wanted: list[Entry]) -> None:
         """Add sums, [owned], to the gradients on disk, for the entries `wanted`.
-
-        Returns False if gradients are stored in memory: then they are put into `.grad`.
 
         Raises:
             TierError: they could not be written.
         """
-        return False
+        raise NotImplementedError  # only a storage with `gradients_on_disk` has some
 
     def gradient_norm(self, entry: Entry, p: float) -> torch.Tensor:
         """Return the p-norm, a 0-dim tensor, of the part of the gradient of `entry` that this rank
