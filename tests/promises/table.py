@@ -374,7 +374,7 @@ def codecs() -> Iterator[Row]:
     for where in ({}, HOST, DISK):
         yield row("codecs", 3, {"frozen": "int8", **where}, model="adapted gpt")
     yield row("codecs", 3, {"frozen": "int8", "shard_group": 2}, 4, model="adapted gpt", ci=True)
-    yield row("codecs", 3, {"frozen": "nf4"}, 1, model="adapted gpt")
+    yield row("codecs", 3, {"frozen": "nf4"}, 1, model="adapted gpt", ci=True)
 
 
 def moments() -> Iterator[Row]:

@@ -115,7 +115,7 @@ class Filling:
         """Load parameters and buffers. Collective."""
         engine, masters = self.engine, MasterParts()
         engine.about_to_write()
-        with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+        with disable_torch_function(), torch.inference_mode(False), torch.no_grad():
             for flat in engine.flats:
                 there = [(e, self.found[e.name]) for e in flat.entries if e.name in self.found]
                 dtype = flat.dtypes.master
@@ -155,7 +155,7 @@ class Filling:
             for group in each.optimizer.param_groups
             for p in group["params"]
         }
-        with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+        with disable_torch_function(), torch.inference_mode(False), torch.no_grad():
             for flat in self.engine.flats:
                 found: dict[tuple[str, str], list[tuple[Held, Item]]] = {}
                 for entry in (e for e in flat.entries if id(e.param) in owner):

@@ -319,7 +319,7 @@ _Said = dict[Any, tuple[tuple[torch.dtype, Shape | None] | None, Any]] | None
 
 def _after_state_dict(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
     """The `state_dict` hook: return the whole dict; None if `state_dict` is whole."""
-    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+    with disable_torch_function(), torch.inference_mode(False), torch.no_grad():
         outline = Outline(optimizer)
         if not outline.special:
             return None
@@ -418,7 +418,7 @@ def _before_load(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, 
     can load the dict as it is.
     """
     _loaded.pop(optimizer, None)
-    with disable_torch_function(), torch.no_grad(), torch.inference_mode(False):
+    with disable_torch_function(), torch.inference_mode(False), torch.no_grad():
         outline = Outline(optimizer)
         if not outline.engines or (outline.engines[0].group.size == 1 and not outline.special):
             return None

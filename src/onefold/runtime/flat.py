@@ -80,11 +80,9 @@ class Entry:
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat) -> None:
         self.slot, self.index, self.names = slot, index, tuple(found.names)
-        # The modules' own dictionaries rather than the modules: an engine must not keep its model
-        # alive.
-        self.places = [
-            (m._parameters if flat.unsharded else follow_reads(m), a) for m, a in found.places
-        ]
+        self.places: list[tuple[Any, str]] = [*found.places]  # the modules, until `bind` is done
+        for module, _ in found.places if not flat.unsharded else ():
+            follow_reads(module)
         self.flat: Flat = flat
         self.engine = flat.engine
         # What this rank holds of a DTensor; None for a plain parameter
@@ -684,4 +682,8 @@ def bind(
             name = spec.name or "(root)"
             flats.append(Flat(name, of_kind, kind, next(numbers), engine, tiers))
         units.append(Unit(spec.name, index, spec.module, flats))
+    # The modules' own dictionaries rather than the modules: an engine must not keep its model alive.
+    # `follow_reads` has put others in their places, also in those of modules with plain parameters
+    for entry in (e for unit in units for e in unit.entries):
+        entry.places = [(module._parameters, a) for module, a in entry.places]
     return units
