@@ -319,7 +319,6 @@ AWAY = {0: ["rank 0 gave up", "rank 1: not waiting", "unit", f"step {STEP}"]}
 OF_MESH = {2: ["rank 2 (dp 1, tp 0)"], "*": ["rank 3 (dp 1, tp 1): not waiting in any collective"]}
 GONE: dict[Any, list[str]] = {"*": ["rank 1", "unit", f"step {STEP}"]}
 EVENTS = [
-    Event(over_data, 3, "stays away", words=AWAY),
     Event(natively, 0, "stays away", words={0: [*AWAY[0], "at the end of step 0"]}),
     Event(over_data, 3, "dies", 3, words=GONE),
     Event(natively, 3, "dies"),
@@ -334,7 +333,7 @@ EVENTS = [
 FURTHER = [
     Event(over_two_data_axes, 2, "dies", 4, 1, {"*": ["rank 1 (dp 0, ep 1): not waiting in any collective"]}),
     Event(over_data, 3, "stays away", 4, options=CODECS, words={0: ["rank 1"], "*": ["unit", f"step {STEP}"]}),
-    Event(over_data, 1, "stays away", words=AWAY),
+    Event(over_data, 1, "stays away", words=AWAY), Event(over_data, 3, "stays away", words=AWAY),
     Event(natively, 3, "stays away", words={0: [*AWAY[0], "at the end of step 0"]}),
     Event(over_data, 0, "dies", 3, words=GONE),
     Event(over_data, 3, "dies", 4, options={"shard_group": 2}, words={0: ["rank 1"], "*": ["unit"]}),
@@ -379,8 +378,15 @@ def test_a_rank_that_stops_is_an_error_on_every_other(row: Event) -> None:
             assert other.error in ("StallError", "RuntimeError", "DistBackendError"), said
 
 
-@pytest.mark.parametrize("event", ["skips the backward", "has one more batch"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize(
+    ("stage", "event"),
+    [
+        pytest.param(1, "skips the backward", marks=pytest.mark.slow),
+        (3, "skips the backward"),
+        (1, "has one more batch"),
+        pytest.param(3, "has one more batch", marks=pytest.mark.slow),
+    ],
+)
 def test_another_number_of_passes_is_an_error(stage: int, event: str) -> None:
     """Either rank may meet the wall first; a rank whose every pass found its match may end well,
     the other one may not.
@@ -424,7 +430,7 @@ def shard_alone(alone: int) -> None:
         busy_until_others_have_given_up()
 
 
-@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("alone", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_rank_that_shards_alone_is_told_for_whom_it_waited(alone: int) -> None:
     outcomes = outcomes_of(2, shard_alone, alone, timeout=HANG)
     own, said = outcomes[alone], told(outcomes)

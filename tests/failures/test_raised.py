@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import looks
 import onefold
 import standin
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow
 from reference import built, differences, sgd, weights
 from zoo import ResidualBlock, TinyMLP, features_of
 
@@ -168,7 +168,7 @@ def test_ranks_that_saw_different_parameters_frozen_say_where_they_stand(
 
 
 @on_ranks(2, fresh=True)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=slow), 2, pytest.param(3, marks=slow)])
 def test_gradients_of_two_parameters_of_one_size_are_never_added_up(stage: int) -> None:
     pair = nn.ModuleList(nn.Linear(7, 7, bias=False) for _ in range(2))
     model = nn.Sequential(*pair)

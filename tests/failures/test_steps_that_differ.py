@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import nn
 
 import onefold
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow
 from onefold.ema import EMA
 from zoo import ResidualBlock, TinyMLP, features_of
 
-STAGES: list[tuple[int, dict[str, Any]]] = [
-    (0, {}), (1, {}), (2, {}), (3, {}), (3, {"offload_optimizer": "cpu"}), (2, {"reduce_at": "boundary"}),
+STAGES: list[Any] = [
+    (0, {}), pytest.param(1, {}, marks=slow), (2, {}), (3, {}), (3, {"offload_optimizer": "cpu"}),
+    pytest.param(2, {"reduce_at": "boundary"}, marks=slow),
 ]  # fmt: skip
 Train = Callable[[nn.Module, int], Any]
 

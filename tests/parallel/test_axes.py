@@ -26,7 +26,7 @@ ADAPTERS = Case(adapters=True, frozen=("tok_embeddings", "layers.0.attention", "
 ROWS: dict[int, dict[str, Case]] = {
     4: {
         "dp 2, tp 2": Case(ci=True),
-        "sequence": Case(plan="sequence", micro_batches=2, ci=True),
+        "sequence": Case(plan="sequence", micro_batches=2),
         "loss": Case(plan="loss"),
         "tp 4": Case(dp=1, tp=4, ci=True),
         "accumulation": Case(micro_batches=3),
@@ -74,7 +74,7 @@ ROWS: dict[int, dict[str, Case]] = {
     6: {
         "uneven and empty parts": Case(plan="parts", tp=3, stages=ABOVE, ci=True),
         "uneven": Case(plan="parts", tp=3, stages=ABOVE, options=HOST, ci=True),
-        "tp 3, uneven": Case(tp=3, hidden=41, plan="layers", ci=True),
+        "tp 3, uneven": Case(tp=3, hidden=41, plan="layers"),
     },
     8: {
         "two replicas of dp 2, tp 2": Case(replicate=2, stages=(2, 3)),

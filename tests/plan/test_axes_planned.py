@@ -89,8 +89,8 @@ def test_bloom_176b_takes_the_memory_that_bigscience_measured(
     ("seq", "cp", "micro_batch", "chunks", "measured"),
     [
         (8192, 1, 4, 2, 72.7),
-        (32_768, 1, 1, 1, 75.3),
-        (65_536, 2, 1, 1, 75.9),
+        pytest.param(32_768, 1, 1, 1, 75.3, marks=pytest.mark.slow),
+        pytest.param(65_536, 2, 1, 1, 75.9, marks=pytest.mark.slow),
         (131_072, 4, 1, 1, 77.1),
     ],
 )

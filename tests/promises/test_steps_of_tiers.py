@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import looks
 import onefold
 import virtual
-from on_ranks import on_ranks
+from on_ranks import on_ranks, slow
 from reference import built, differences, weights
 from zoo import Block, TinyGPT, TinyMLP, features_of, tokens_of
 
@@ -271,9 +271,9 @@ def test_steps_on_the_host_have_the_same_bits_at_any_number_of_threads() -> None
         (2, 1, {"offload_optimizer": "cpu"}),
         (1, 2, {"offload_optimizer": "cpu", "precision": "bf16"}),
         (3, 3, {"offload_optimizer": "cpu", "offload_param": "cpu", "precision": "bf16"}),
-        (3, 2, {"offload_optimizer": "cpu", "offload_amount": 0.5}),
+        pytest.param(3, 2, {"offload_optimizer": "cpu", "offload_amount": 0.5}, marks=slow),
         (3, 2, {"precision": "bf16", **BEHIND}),
-        (2, 1, BEHIND),
+        pytest.param(2, 1, BEHIND, marks=slow),
         (2, 1, {"offload_optimizer": "nvme", "offload_gradients": "cpu", "precision": "bf16"}),
         (3, 2, {"offload_optimizer": "nvme", "offload_param": "nvme"}),
     ],
