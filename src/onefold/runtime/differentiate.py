@@ -172,7 +172,7 @@ def still_open(passes: list[OpenPass]) -> list[OpenPass]:
 
 def in_forward() -> bool:
     """Whether a forward pass of any sharded model is open in this thread."""
-    return bool(here.passes) and bool(still_open(here.passes))
+    return bool(still_open(here.passes))
 
 
 # -- compilation -----------------------------------------------------------------------------------

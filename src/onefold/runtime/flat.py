@@ -96,9 +96,8 @@ class Entry:
         self.active = found.param.requires_grad
         self.declared: torch.dtype = declared_dtype(found.param)
         self.nbytes = slot.numel * flat.dtypes.compute.itemsize  # of its gradient
-        # The node of autograd of `param`, and the engine's hook on `compute`: `hook_gradient`
+        # The node of autograd of `param`, once `hook_gradient` has hooked its gradient
         self.accumulates: Any = None
-        self.arrival: Any = None
         # Of the whole parameter: its version at the last look, and what all who read its `.data` in
         # this forward pass share. See `keep_writes` in runtime/passes.py
         self.seen_version = 0
@@ -499,7 +498,7 @@ class Flat:
         if not self.hooked:
             self.hooked = not waiting
             for entry in self.entries:
-                if entry.active and entry.arrival is None:
+                if entry.active and entry.accumulates is None:
                     hook_gradient(entry)
             before = self.awaited if waiting else frozenset()
             self.awaited = before | {e for e in self.entries if e.active}

@@ -544,6 +544,10 @@ keep_from_compiler(seen)
 # -- the whole parameter ---------------------------------------------------------------------------
 
 
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+set_requires_grad: Any = _REQUIRES_GRAD.__set__  # (whole, bool): of the whole alone
+
+
 class Whole(nn.Parameter):
     """A whole parameter as its module sees it in a forward pass."""
 
@@ -571,20 +575,14 @@ class Whole(nn.Parameter):
 
     grad = _GRAD
 
-    @property
-    def requires_grad(self) -> bool:
-        return _REQUIRES_GRAD.__get__(self)
-
-    @requires_grad.setter
-    def requires_grad(self, value: bool) -> None:
-        self.requires_grad_(value)
-
     def requires_grad_(self, requires_grad: bool = True) -> Any:
         """Set it on the optimizer's object too. The reductions follow at the next pass."""
         entry = entry_of(self)
         for each in (self,) if entry is None else (entry.param, self):
-            _REQUIRES_GRAD.__set__(each, requires_grad)
+            set_requires_grad(each, requires_grad)
         return self
+
+    requires_grad: Any = property(_REQUIRES_GRAD.__get__, requires_grad_)
 
     def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
         """Register it on the optimizer's object, with which the engine calls it."""
@@ -629,7 +627,5 @@ class Released(Elsewhere, Whole):
             return engine.passes.use(entry, keeps=True)
 
 
-_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
-set_requires_grad: Any = _REQUIRES_GRAD.__set__  # (whole, bool): of the whole alone
 _DATA: Any = torch.Tensor.data
 point: Any = _DATA.__set__  # (whole, tensor): for the engine itself; does not count as a write

@@ -129,12 +129,12 @@ def wait_before_write(t: Any, seen: bool = False) -> None:
         engine.wait_before_write(flat, seen)
 
 
-def arriving(param: Any) -> Entry | None:
-    """Return the entry of a sharded parameter if its gradient of the backward pass under way lies on
-    the leaf: a hook may read it, and write to it.
+def arriving(param: Any) -> bool:
+    """Whether the gradient of a sharded parameter, of the backward pass under way, lies on the leaf: a
+    hook may read it, and write to it.
     """
     entry = entry_of(param) if in_autograd() else None
-    return entry if entry is not None and get_grad(entry.compute) is not None else None
+    return entry is not None and get_grad(entry.compute) is not None
 
 
 def seen_grad(param: Any) -> torch.Tensor | None:
@@ -149,8 +149,8 @@ def seen_grad(param: Any) -> torch.Tensor | None:
         entry, engine = owner_of(param)
         if entry is not None:
             param = entry.param  # it may be the whole that was asked
-            if in_autograd() and (arrived := get_grad(entry.compute)) is not None:
-                return arrived
+            if arriving(param):
+                return get_grad(entry.compute)
             entry.flat.storage.gradient_seen(entry)
         grad, spec = get_grad(param), spec_of(param)
         if grad is None and entry is not None:
@@ -185,7 +185,7 @@ def give_grad(param: Any, value: torch.Tensor | None) -> None:
         entry, engine = owner_of(param)
         if entry is not None:
             param = entry.param
-            if in_autograd() and get_grad(entry.compute) is not None:
+            if arriving(param):
                 return set_grad(entry.compute, value)
         if value is None or entry is None:  # or the model is gone
             drop_waiting([param], to_none=True)
@@ -361,7 +361,7 @@ def hook_gradient(entry: Entry) -> None:
             )
 
     # Its own method would register on the optimizer's object (`Whole`)
-    entry.arrival = _T.register_post_accumulate_grad_hook(entry.compute, arrived)
+    _T.register_post_accumulate_grad_hook(entry.compute, arrived)
     with disable_torch_function(), torch.enable_grad():
         # The parameter refers to this node weakly: the entry keeps it
         entry.accumulates = torch.autograd.graph.get_gradient_edge(entry.param).node
