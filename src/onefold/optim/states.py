@@ -164,10 +164,7 @@ class OptimizerParts(HeldParts):
 
     def values(self, entry: Entry, key: str, x: int, y: int) -> torch.Tensor:
         """Return elements [x, y) of the state `key`, unpacked. Then x is at a block boundary."""
-        there = self._states(entry)
-        if key in there:
-            return self.stored(entry, key, x, y)
-        names = [name for name in there if moment_of(name) == key]
+        names = [name for name in self._states(entry) if moment_of(name) == key]
         found = {name: self.stored(entry, name, x, y) for name in names}
         return dict(moments.unpacked(found, y - x))[key]
 
