@@ -15,7 +15,7 @@ import states
 from on_ranks import on_ranks, slow
 from onefold.plan.api import plan
 from onefold.plan.modules import model_shape
-from onefold.plan.owned import owned_matrices, place_of, stepped_whole
+from onefold.plan.owned import owned_matrices, stepped_whole
 from onefold.plan.program import Program
 from onefold.plan.rank import units_of
 from onefold.plan.states import at_rest
@@ -46,7 +46,7 @@ def check(optimizer: str, stage: int, options: dict[str, Any]) -> None:
             each.step()
             each.zero_grad()
     units = units_of(shape, recipe, engine.world_size, rank)
-    mine = owned_matrices(units, names, optimizer, place_of(units[0].flats[0])[0])
+    mine = owned_matrices(units, names, optimizer, own=True)
     assert mine is not None
     held = sum(map(states.nbytes, optimizers))
     assert at_rest_now == at_rest(units, optimizer, 0)

@@ -37,7 +37,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from functools import lru_cache
 from typing import Any
 
 from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
@@ -46,9 +45,9 @@ from onefold.plan.degrees import AXES, Degrees, dims_of
 from onefold.plan.hardware import Machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.offloaded import HOST, offloaded_bytes
-from onefold.plan.owned import Balance, owned_matrices, stepped_whole
-from onefold.plan.program import Layer, Program
-from onefold.plan.rank import Stage, divided_along, handed_on, holding, rule_of, stages_of, units_of
+from onefold.plan.owned import Balance
+from onefold.plan.program import Layer, Program, program_of
+from onefold.plan.rank import Stage, handed_on, holding, rule_of, stages_of
 from onefold.plan.reserve import Reserve, reserve_of
 from onefold.plan.schema import (
     ACTIVATIONS,
@@ -190,26 +189,6 @@ def pipelined(recipe: Recipe, degrees: Degrees) -> Recipe:
     return recipe.replace(reduce_at="boundary", **held)
 
 
-@lru_cache(maxsize=512)
-def _program(
-    stage: Stage,
-    degrees: Degrees,
-    recipe: Recipe,
-    per_node: int | None,
-    away: tuple[tuple[str, int], ...],
-    layers: tuple[Layer, ...],
-    optimizer: str,
-    nccl: bool,
-    micro_batches: int,
-) -> Program:
-    units = units_of(stage, recipe, degrees, per_node=per_node, nccl=nccl)
-    return Program(
-        units, recipe, micro_batches, nccl, nccl, optimizer,
-        owned_matrices(units, stepped_whole(stage, optimizer), optimizer),
-        held=degrees.pp > 1, away=dict(away), layers=dict.fromkeys(stage.names, layers),
-    )  # fmt: skip
-
-
 def account_of(question: Question, scheme: Scheme) -> Candidate:
     """Account for `scheme`. Raises ValueError: the global batch does not divide."""
     machine, job, model = question.machine, question.job, question.model
@@ -222,9 +201,9 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         kept = question.activity(scheme, stage)
         if recipe.offload_activations is not None:
             kept = on_host(kept, recipe.offload_activations, machine.shared)
-        program = _program(
-            stage, degrees, recipe, machine.node_ranks, kept.away,
-            tuple(in_layers(question, scheme, stage)), job.optimizer, not machine.shared, accumulation,
+        program = program_of(
+            stage, degrees, recipe, job.optimizer, accumulation, machine.node_ranks, not machine.shared,
+            away=kept.away, layers=tuple(in_layers(question, scheme, stage)),
         )  # fmt: skip
         peak = peak_of(program, kept, 0.0 if machine.is_here else FRAGMENTED)
         found.append((stage, program, kept, peak))
@@ -278,7 +257,10 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         reserve=reserve,
         owners=owned.balance if owned and owned.balance.matrices else None,
         pipeline_stage=stage.index,
-        holders={rule_of(p.name).kind: degrees.holding(divided_along(p, degrees)) for p in stage.parameters},
+        holders={
+            rule_of(slot.name).kind: len(flat.held)
+            for unit in program.rank for flat in unit.flats for slot in flat.layout.slots
+        },
     )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from math import prod
 from typing import Any
 
 from onefold.layout.holders import Holders, Mesh
@@ -113,12 +112,6 @@ class Degrees:
     def sizes(self) -> dict[str, int]:
         """The sizes of `AXES`."""
         return {"dp": self.dp // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
-
-    def holding(self, divided: tuple[str, ...]) -> int:
-        """Return how many ranks hold each part of such a parameter: `holders(self, divided).size`, without
-        the list of ranks. The search asks for many meshes.
-        """
-        return prod(ranks for name, ranks in self.sizes.items() if name not in divided)
 
     def coordinates_of(self, rank: int) -> dict[str, int]:
         """Return the place of a rank of a stage along each of `AXES`."""

@@ -115,13 +115,13 @@ def place_of(flat: ShardSpec) -> tuple[int, int]:
 
 
 def owned_matrices(
-    units: Sequence[UnitPlan], names: Iterable[str], optimizer: str, place: int | None = None
+    units: Sequence[UnitPlan], names: Iterable[str], optimizer: str, own: bool = False
 ) -> Owned | None:
     """Return the figures for the parameters `names`, which are stepped whole; None if the optimizer is
     element-wise, or nothing is trained.
 
     Args:
-        place: of a rank among those that exchange pieces; None: the largest of each figure.
+        own: the figures of the rank that has these units; else the largest of each figure.
     """
     names, row = frozenset(names), PLANNED[optimizer]
     other = PLANNED[row.rest] if row.rest else row
@@ -169,7 +169,7 @@ def owned_matrices(
             out["sent"][at] += moved[at] * item
             out["buffers"][at] = max(out["buffers"][at], held_whole[at] * item)
     return Owned(
-        **{name: max(by) if place is None else by[place] for name, by in out.items()},
+        **{name: by[place_of(flats[0])[0]] if own else max(by) for name, by in out.items()},
         messages=messages,
         level="intra-group" if flats[0].group_master and flats[0].topology.two_levels else "all",
         balance=Balance(len(matrices), ranks, *balance(matrices, owners, ranks)),

@@ -49,10 +49,11 @@ import torch
 from onefold.comm import OWNERS
 from onefold.device import chunk_for, within
 from onefold.device.copies import WINDOW
-from onefold.layout import Hop, Level, ShardSpec, Topology
+from onefold.layout import Hop, Level, Topology
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, OWNED, REDUCTION, MemoryLedger, Pool
-from onefold.plan.owned import Owned, touched_by
-from onefold.plan.rank import UnitPlan
+from onefold.plan.degrees import Degrees
+from onefold.plan.owned import Owned, owned_matrices, stepped_whole, touched_by
+from onefold.plan.rank import Flat, Stage, UnitPlan, units_of
 from onefold.plan.states import at_rest, states_on_disk
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
@@ -109,7 +110,7 @@ def members(topology: Topology, ranks: Sequence[int], position: int, level: Leve
     return tuple(ranks[order[place]] for place in places)
 
 
-def gathered(flat: ShardSpec, renewing: bool) -> list[tuple[Level, int]]:
+def gathered(flat: Flat, renewing: bool) -> list[tuple[Level, int]]:
     """Return (level, bytes) that this rank sends to its peers in one gather of the whole, whose
     parts are masters or copies of them. `renewing`: the first after a step, which updates a second
     copy before.
@@ -147,7 +148,7 @@ class Reduction:
     """
 
     unit: Unit
-    flat: ShardSpec
+    flat: Flat
     is_last: bool = False
     sent_bytes: int = 0
     hops: Iterator[None] = field(init=False)
@@ -189,10 +190,7 @@ class Program:
         flats = [flat for unit in units for flat in unit.flats]
         self.ledger = MemoryLedger()
         self.pool = Pool(torch.device("meta"), self.ledger)
-        self.units = [Unit(u.name, u.flats, u.ranks, u.looks_up_only) for u in units]
-        self.holders = {
-            id(flat): held for u in units for flat, held in zip(u.flats, u.ranks, strict=True)
-        }
+        self.units = [Unit(u.name, u.flats, u.looks_up_only) for u in units]
         self.ahead = recipe.units_ahead(any(f.topology.two_levels for f in flats))
         self.unsharded = all(f.unsharded for f in flats)
         # Around others: around the next, since they are in the order of `named_modules()`
@@ -306,14 +304,14 @@ class Program:
         return self._op("disk", DISK, nbytes, after, move=move)
 
     def _move(
-        self, lane: str, move: str, flat: ShardSpec, level: Level, nbytes: int, after: Sequence[int],
+        self, lane: str, move: str, flat: Flat, level: Level, nbytes: int, after: Sequence[int],
         ring: bool,
     ) -> int:  # fmt: skip
-        over = members(flat.topology, self.holders[id(flat)], flat.position, level)
+        over = members(flat.topology, flat.held, flat.position, level)
         lane = lane if level == "all" else f"{lane} {level}"
         return self._op("move", lane, nbytes, after, move=move, over=over, ring=ring and self.nccl)
 
-    def _gathers(self, unit: Unit, flat: ShardSpec) -> None:
+    def _gathers(self, unit: Unit, flat: Flat) -> None:
         """Make the whole of a buffer, from masters or a copy of them."""
         after = self.last[COMPUTE]
         if self._reads(flat) and flat.own:
@@ -407,7 +405,7 @@ class Program:
             if flat.gather_codec is not None and not flat.resident:
                 self._op("code", COMPUTE, flat.ranks * _coded(flat), unit.arrival)
 
-    def _reads(self, flat: ShardSpec) -> bool:
+    def _reads(self, flat: Flat) -> bool:
         """Return whether a gather reads the masters. With a cached shard only the first gather
         after a step does.
         """
@@ -504,7 +502,7 @@ class Program:
                 self.has_grad.add(id(flat))
                 self.ledger.add(GRADIENTS, flat.layout.content * flat.dtypes.master.itemsize)
 
-    def _store(self, unit: Unit) -> list[ShardSpec]:
+    def _store(self, unit: Unit) -> list[Flat]:
         """Take the buffers in which the unit's gradients are collected, if they are not there."""
         flats = [f for f in unit.flats if f.trainable and not f.unsharded]
         for flat in flats:
@@ -585,7 +583,7 @@ class Program:
             return None
         return self.pool.take(hop.own, r.flat.dtypes.sums, REDUCTION)
 
-    def _hand_over(self, flat: ShardSpec, nbytes: int, done: int) -> None:
+    def _hand_over(self, flat: Flat, nbytes: int, done: int) -> None:
         """Hand sums over: `.grad` is a view of them, or a copy in the masters' dtype, or they were
         added to it. Sums that were sent on are handed over at the end of the backward pass.
         """
@@ -616,7 +614,7 @@ class Program:
             self.ledger.add(GRADIENTS, kept)
             self.ledger.add(GRADIENTS, -summed)
 
-    def _leaves(self, flat: ShardSpec, after: int, again: bool) -> None:
+    def _leaves(self, flat: Flat, after: int, again: bool) -> None:
         """Sums go to the host or to a disk, where earlier micro-batches may have left some."""
         master = flat.own * flat.dtypes.master.itemsize
         if again and self.gradients_on_disk:
@@ -630,7 +628,7 @@ class Program:
         if self.steps_in_backward:
             self._step_away(flat, (arrived, self._read_states(flat, (arrived,))))
 
-    def _go_down(self, flat: ShardSpec, nbytes: int, again: bool) -> None:
+    def _go_down(self, flat: Flat, nbytes: int, again: bool) -> None:
         """Copies to the host read sums as long as the window allows: the slowest case."""
         # They are added to those on the host, or cast, in two buffers on the device
         adds = again and not self.gradients_on_disk
@@ -664,7 +662,7 @@ class Program:
             reads += [self._read_states(f, arrived) for f in away[at + 1 : at + 2]]
             self._step_away(flat, (*arrived, reads[at]))
 
-    def _read_states(self, flat: ShardSpec, after: Sequence[int]) -> int:
+    def _read_states(self, flat: Flat, after: Sequence[int]) -> int:
         """Read what a step needs of a buffer whose state is on a disk."""
         if not self.on_disk:
             return -1
@@ -672,7 +670,7 @@ class Program:
         masters = (1 + self.gradients_on_disk) * flat.own * flat.dtypes.master.itemsize
         return self._disk("read", states + masters, after)
 
-    def _step_away(self, flat: ShardSpec, after: Sequence[int]) -> None:
+    def _step_away(self, flat: Flat, after: Sequence[int]) -> None:
         """Step a buffer whose state is on the host or a disk, and write what the model computes with."""
         d, own, parameters = flat.dtypes, flat.own, self.recipe.parameters.tier
         compute, master = own * d.compute.itemsize, own * d.master.itemsize
@@ -687,14 +685,14 @@ class Program:
         if parameters is Tier.DEVICE:
             self._copy("up", compute, (stepped,))
 
-    def _owners(self, owned: Owned, flat: ShardSpec) -> None:
+    def _owners(self, owned: Owned, flat: Flat) -> None:
         """Owners get the pieces of their matrices, step them, and send them back, in rounds: the moves
         of one round run beside the products of another.
         """
         rounds = max(1, owned.messages // 2)
         for move in ("up", "down"):
             self._copy(move, owned.carried)
-        over = members(flat.topology, self.holders[id(flat)], flat.position, owned.level)
+        over = members(flat.topology, flat.held, flat.position, owned.level)
         begun, calls = self.last[COMPUTE], owned.messages / rounds
         for at in range(rounds):
             after = () if at else (begun,)
@@ -706,6 +704,33 @@ class Program:
         self._op("update", HOST, owned.host_touched)
 
 
-def _coded(flat: ShardSpec) -> int:
+def _coded(flat: Flat) -> int:
     """Return the bytes of this rank's part, plain and encoded."""
     return flat.layout.shard_numel * flat.dtypes.compute.itemsize + flat.each
+
+
+@lru_cache(maxsize=512)
+def program_of(
+    stage: Stage,
+    degrees: Degrees,
+    recipe: Recipe,
+    optimizer: str,
+    micro_batches: int,
+    per_node: int | None,
+    nccl: bool = False,
+    rank: int | None = None,
+    away: tuple[tuple[str, int], ...] = (),
+    layers: tuple[Layer, ...] = (),
+) -> Program:
+    """Return the program of a rank of a stage: of None the first, with the largest figures of owners.
+
+    Args:
+        nccl: the device is a GPU.
+        away: (unit, bytes of its activations on the host). layers: what each block sends in a pass.
+    """
+    units = units_of(stage, recipe, degrees, rank or 0, per_node, nccl)
+    owned = owned_matrices(units, stepped_whole(stage, optimizer), optimizer, rank is not None)
+    sent = dict.fromkeys(stage.names, layers)
+    return Program(
+        units, recipe, micro_batches, nccl, nccl, optimizer, owned, degrees.pp > 1, dict(away), sent
+    )

@@ -245,17 +245,19 @@ def _counts(sizes: Sequence[int], parts: int) -> list[int]:
 # -- flat buffers ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Flat(ShardSpec):
+    """A flat buffer of one rank. `held`: the ranks of the stage that hold it."""
+
+    held: Sequence[int] = ()
+
+
 @dataclass(eq=False)
 class UnitPlan:
-    """A unit's flat buffers on one rank.
-
-    Attributes:
-        ranks: of each buffer, the ranks of the stage that hold it.
-    """
+    """A unit's flat buffers on one rank."""
 
     name: str
-    flats: tuple[ShardSpec, ...]
-    ranks: tuple[Sequence[int], ...]
+    flats: tuple[Flat, ...]
     looks_up_only: bool
 
     @property
@@ -306,13 +308,13 @@ def units_of(
                 divided_along(p, degrees),
             )
             kinds.setdefault(like, []).append(p)
-        flats, holders = [], []
+        flats = []
         for (_, trainable, stored, divided), of_kind in kinds.items():
             held = holding(degrees, divided, rank)
             topology, decided = exchanges(held, recipe, per_node, nccl, degrees.dp * degrees.cp)
             dtypes = of_kind[0].dtypes(decided)
             flats.append(
-                ShardSpec(
+                Flat(
                     tuple((p.name, local_shape(p, degrees, rank)) for p in of_kind),
                     dtypes,
                     decided,
@@ -325,10 +327,10 @@ def units_of(
                     in_place=all(p.dtype == dtypes.compute for p in of_kind),
                     native=nccl,
                     rooms=tuple(local_numel(p, degrees) for p in of_kind) if divided else None,
+                    held=held,
                 )
             )
-            holders.append(held)
-        return UnitPlan(unit.name, tuple(flats), tuple(holders), unit.looks_up_only)
+        return UnitPlan(unit.name, tuple(flats), unit.looks_up_only)
 
     return [unit_plan(u, index in away) for index, u in enumerate(model.units)]
 

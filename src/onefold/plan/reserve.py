@@ -83,7 +83,7 @@ def reserve_of(units: Sequence[UnitPlan], machine: Machine, degrees: Degrees) ->
     """
     if machine.ranks == 1:
         return Reserve(CONTEXT)
-    groups = {ranks: flat for u in units for flat, ranks in zip(u.flats, u.ranks, strict=True)}
+    groups = {flat.held: flat for u in units for flat in u.flats}
     exchanges, largest = 0, groups[max(groups, key=len)]
     topology = largest.topology
     levels: tuple[Level, ...] = ("intra-group", "inter-group") if topology.two_levels else ("all",)

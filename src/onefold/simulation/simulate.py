@@ -56,9 +56,9 @@ from onefold.plan.account import pipelined
 from onefold.plan.architectures import known
 from onefold.plan.degrees import AXES, DATA, Degrees
 from onefold.plan.modules import model_shape, module_of, quietly
-from onefold.plan.owned import owned_matrices, place_of, stepped_whole
-from onefold.plan.program import Program
-from onefold.plan.rank import divided_along, handed_on, local_shape, rule_of, stages_of, units_of
+from onefold.plan.owned import stepped_whole
+from onefold.plan.program import Program, program_of
+from onefold.plan.rank import divided_along, handed_on, local_shape, rule_of, stages_of
 from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.plan.states import filled
@@ -187,20 +187,17 @@ def simulate(
             ran: StandIn = OwnCode(model, batch, loss, checkpointing, *given)
         else:
             ran = StandIn(*given)
-        plans = units_of(ran.stage, ran.recipe, degrees, ran.number, per_node)
-        names = stepped_whole(ran.stage, optimizer)
-        first = next(flat for unit in plans for flat in unit.flats)
-        owned = owned_matrices(plans, names, optimizer, place_of(first)[0])
-        program = Program(
-            plans, ran.recipe, micro_batches, optimizer=optimizer, owned=owned, held=degrees.pp > 1
+        program = program_of(
+            ran.stage, degrees, ran.recipe, optimizer, micro_batches, per_node, rank=ran.number
         )
+        names = stepped_whole(ran.stage, optimizer)
         with nothing_real(), quietly():
             twin, more = ran.twin()
             with engine_on(twin, recipe, **more) as engine:
                 # A stand-in has other names: units, buffers and parameters are in the plan's order
                 matrices = [
                     entry.param
-                    for unit, like in zip(engine.units, plans, strict=True)
+                    for unit, like in zip(engine.units, program.rank, strict=True)
                     for flat, spec in zip(unit.flats, like.flats, strict=True)
                     for entry, slot in zip(flat.entries, spec.layout.slots, strict=True)
                     if slot.name in names
