@@ -387,9 +387,9 @@ class OwnCode(StandIn):
         return self.integers.call(func, args, kwargs or {})
 
     def twin(self) -> tuple[nn.Module, dict[str, Any]]:
-        twin = twin_of(self.module, self.integers).train()
+        twin = twin_of(self.module).train()
         recompute(twin, self.checkpointing)
-        self.batch = fake_batch(self.batch, None, self.integers)
+        self.batch = fake_batch(self.batch)
         return twin, {}
 
 

@@ -3,9 +3,9 @@
 
 Fake tensors have sizes but no contents. A forward pass may ask for contents: is there padding,
 which tokens go to which expert, how many positions are masked. Such questions are about integers
-and booleans, which are small. An operation whose inputs are all known therefore also runs on the
-real values, next to the fake one, and those values answer the questions. Floating-point values are
-not computed, except small constants.
+and booleans, which are small. Integers are therefore real tensors among the fake ones: an operation
+on real tensors alone is computed, and its results are real. Floating-point values are not computed,
+except small constants. What a fake tensor is written to is unknown from then on.
 
 | the forward pass asks for                              | answer                                                                       |
 |--------------------------------------------------------|------------------------------------------------------------------------------|
@@ -46,66 +46,60 @@ LARGEST_FLOATS = 1 << 16
 _aten = torch.ops.aten
 _PICKS = (_aten.topk, _aten.argmax)
 _INDEXED = (_aten.index, _aten.index_put, _aten.index_put_, _aten._index_put_impl_)
+_EMPTY = (_aten.empty, _aten.empty_strided, _aten.empty_like, _aten.new_empty)
 _ITEM = _aten._local_scalar_dense
 _ON_CONTENTS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _CAST = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Integers:
-    """The known contents of fake tensors. `notes` are the assumptions made, as sentences."""
+    """Runs operations on fake tensors, and on real ones where all contents are known. `notes` are the
+    assumptions made, as sentences.
+    """
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
 
-    def learn(self, fake: Any, real: torch.Tensor) -> None:
-        """Note that `fake` has the contents of `real`."""
-        fake.contents = real
-
-    def contents(self, fake: torch.Tensor) -> torch.Tensor | None:
-        """Return the real tensor behind `fake`, or None if its values are unknown."""
-        real: torch.Tensor | None = getattr(fake, "contents", None)
-        emptied = real is not None and real.numel() and not real.untyped_storage().nbytes()
-        return None if emptied else real
-
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run `func` on fake tensors, and learn the contents of its results if possible."""
-        packet, given = func.overloadpacket, (args, kwargs)
-        whole = all(self.contents(t) is not None for t in _tensors_in(given))
+        """Run `func`. Its results are real tensors if all inputs are, and they are small."""
+        packet, inputs = func.overloadpacket, _tensors_in((args, kwargs))
+        whole = all(map(_is_known, inputs))
         if packet in _INDEXED:
             args = (args[0], self._positions(args[1]), *args[2:])
         elif packet is _aten.embedding:
-            _check_rows(args[0], self.contents(args[1]))
+            _check_rows(*args[:2])
         elif not _ON_CONTENTS.isdisjoint(func.tags):
             return self._ask(func, args, kwargs, whole)
+        if not whole and (written := list(filter(_is_known, _written(func, args, kwargs)))):
+            for t in written:
+                t.untyped_storage().spoiled = True  # type: ignore[attr-defined]
+            return written[0]
+        # Real inputs alone would be computed by torch's mode too, however large the result
+        like = tree_map_only(torch.Tensor, _fake_like, (args, kwargs)) if whole else (args, kwargs)
         try:
-            out = STAND_INS.get(packet, func)(*args, **kwargs)
+            out = STAND_INS.get(packet, func)(*like[0], **like[1])
         except UnsupportedOperatorException as error:
             raise ValueError(
                 f"the forward pass calls {func}, and nobody has told torch which shape it returns:"
                 " register one with torch.library.register_fake, or plan by formulas."
             ) from error
-        results = _tensors_in(out)
         if packet in _PICKS and not whole:
-            self._balance(packet, args, results[-1])
-        elif whole and results and all(map(_is_small, results)):
-            for fake, real in zip(results, _tensors_in(self._for_real(func, *given)), strict=True):
-                self.learn(fake, real)
-        elif func._schema.is_mutable and not whole:
-            self._spoil(func, args, kwargs)
+            return self._balanced(packet, args, out)
+        results = _tensors_in(out)
+        # Memory of floats without contents is an engine's, which fills it with what is not known
+        filled = packet not in _EMPTY or not results[0].is_floating_point()
+        if whole and results and filled and all(map(_is_small, results)):
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         return out
 
     # -- the ways to know --------------------------------------------------------------------------
 
-    def _for_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        with unset_fake_temporarily(), torch.no_grad():
-            real_args, real_kwargs = tree_map_only(torch.Tensor, self.contents, (args, kwargs))
-            return func(*real_args, **real_kwargs)
-
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any], whole: bool) -> Any:
         """Return a result whose value or size depends on contents."""
         if whole:
-            real = self._for_real(func, args, kwargs)
-            return tree_map_only(torch.Tensor, self._fake_like, real)
+            with unset_fake_temporarily():
+                return func(*args, **kwargs)
         if func.overloadpacket is _ITEM:
             return self._assumed(args[0])
         if func.overloadpacket is _aten.masked_select:
@@ -134,57 +128,56 @@ class Integers:
             " tensor, or plan with the model's formulas."
         )
 
-    def _fake_like(self, real: torch.Tensor) -> torch.Tensor:
-        fake = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="cpu")
-        self.learn(fake, real)
-        return fake
-
     def _positions(self, indices: Any) -> list[Any]:
         """Replace boolean masks among `indices` by the positions that they select."""
         out: list[Any] = []
         for index in indices:
             if isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8):
-                out += self._ask(
-                    _aten.nonzero_numpy.default, (index,), {}, self.contents(index) is not None
-                )
+                out += self._ask(_aten.nonzero_numpy.default, (index,), {}, _is_known(index))
             else:
                 out.append(index)
         return out
 
-    def _balance(self, packet: Any, args: Any, picked: torch.Tensor) -> None:
-        """Set a router's choices so that all experts are used equally."""
-        scores, at = args[0], 2 if packet is _aten.topk else 1
+    def _balanced(self, packet: Any, args: Any, out: Any) -> Any:
+        """Return a router's choices such that all experts are used equally."""
+        scores, picked, at = args[0], _tensors_in(out)[-1], 2 if packet is _aten.topk else 1
         # topk picks along the last dimension by default; argmax must name its dimension
         dim = args[at] if len(args) > at else -1 if at == 2 else None
         if dim not in (-1, scores.dim() - 1) or scores.dim() == 0 or picked.numel() > LARGEST:
-            return
+            return out
         with unset_fake_temporarily():
             rows = torch.arange(picked.numel(), device="cpu") % scores.shape[-1]
-            self.learn(picked, rows.reshape(picked.shape))
+            chosen = rows.reshape(picked.shape)
         self.notes["routing by computed scores was taken as balanced"] = None
+        return (out[0], chosen) if at == 2 else chosen
 
-    def _spoil(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        """Forget the contents of what an operation on unknown values writes to, and of its views: an
-        emptied storage says so.
-        """
-        declared = func._schema.arguments
-        given = {a.name: value for a, value in zip(declared, args, strict=False)} | kwargs
-        for a in declared:
-            if a.alias_info is not None and a.alias_info.is_write:
-                for t in _tensors_in(given.get(a.name)):
-                    if (real := self.contents(t)) is not None:
-                        real.untyped_storage().resize_(0)
+
+def _is_known(t: torch.Tensor) -> bool:
+    """Return whether a tensor is real, and nothing unknown was written to it."""
+    return type(t) is torch.Tensor and not hasattr(t.untyped_storage(), "spoiled")
+
+
+def _fake_like(t: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
+
+
+def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation writes to."""
+    declared = func._schema.arguments if func._schema.is_mutable else ()
+    given = {a.name: value for a, value in zip(declared, args, strict=False)} | kwargs
+    writes = (a.name for a in declared if a.alias_info is not None and a.alias_info.is_write)
+    return _tensors_in([given.get(name) for name in writes])
 
 
 def _tensors_in(given: Any) -> list[torch.Tensor]:
     return [t for t in values_in(given) if isinstance(t, torch.Tensor)]
 
 
-def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
+def _check_rows(table: torch.Tensor, wanted: torch.Tensor) -> None:
     """Raise ValueError if known indices are outside an embedding. Real tensors would raise an
     IndexError.
     """
-    if wanted is None or not wanted.numel():
+    if not (_is_known(wanted) and wanted.numel()):
         return
     with unset_fake_temporarily():
         low, high = (int(v) for v in torch.aminmax(wanted))
@@ -197,30 +190,24 @@ def _check_rows(table: torch.Tensor, wanted: torch.Tensor | None) -> None:
         )
 
 
-def _is_inexact(t: torch.Tensor) -> bool:
-    return t.dtype.is_floating_point or t.dtype.is_complex
-
-
 def _is_small(t: torch.Tensor) -> bool:
-    most = LARGEST_FLOATS if _is_inexact(t) else LARGEST
-    return t.layout is torch.strided and t.numel() <= most
+    """Return whether memory for a tensor's contents is small."""
+    inexact = t.is_floating_point() or t.is_complex()
+    most = (LARGEST_FLOATS if inexact else LARGEST) * t.itemsize
+    return t.layout is torch.strided and t.untyped_storage().nbytes() <= most
 
 
-def fake_of(t: torch.Tensor, integers: Integers, dtype: torch.dtype | None = None) -> torch.Tensor:
+def fake_of(t: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Return a fake CPU tensor of the same size and strides. Floats become `dtype` (None: they keep
-    theirs). `integers` learns the contents of integers; those on the meta device are taken as zeros.
+    theirs). Integers are real: copies, or zeros of those on the meta device.
     """
+    parameter = isinstance(t, nn.Parameter)
+    if not (parameter or t.is_floating_point() or t.is_complex()) and _is_small(t):
+        with unset_fake_temporarily(), torch.no_grad():
+            return (torch.zeros_like(t, device="cpu") if t.is_meta else t.cpu().clone()).detach()
     kind = dtype if dtype is not None and t.dtype in _CAST else t.dtype
     new = torch.empty_strided(t.size(), t.stride(), dtype=kind, device="cpu")
-    if isinstance(t, nn.Parameter):
-        return nn.Parameter(new, requires_grad=t.requires_grad)
-    if not _is_inexact(t) and _is_small(t):
-        with unset_fake_temporarily(), torch.no_grad():
-            if t.is_meta:
-                integers.learn(new, torch.zeros(t.size(), dtype=t.dtype, device="cpu"))
-            else:
-                integers.learn(new, t.detach().cpu().clone())
-    return new
+    return nn.Parameter(new, requires_grad=t.requires_grad) if parameter else new
 
 
 def tensors_of(module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator[torch.Tensor]:
@@ -233,7 +220,6 @@ def tensors_of(module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator
 
 def twin_of(
     module: nn.Module,
-    integers: Integers,
     dtype: torch.dtype | None = None,
     some: Repetition | None = None,
 ) -> nn.Module:
@@ -245,7 +231,7 @@ def twin_of(
     memo: dict[int, Any] = {}
     for t in tensors_of(module, left_out):
         if id(t) not in memo:
-            memo[id(t)] = fake_of(t, integers, dtype if isinstance(t, nn.Parameter) else None)
+            memo[id(t)] = fake_of(t, dtype if isinstance(t, nn.Parameter) else None)
     try:
         if some is not None:
             few: dict[str, nn.Module] = {}
@@ -259,13 +245,13 @@ def twin_of(
         ) from error
 
 
-def fake_batch(batch: Any, dtype: torch.dtype | None, integers: Integers) -> Any:
+def fake_batch(batch: Any, dtype: torch.dtype | None = None) -> Any:
     """Return the batch with fake tensors (`fake_of`), shared where the batch shares them."""
     seen: dict[int, torch.Tensor] = {}
 
     def fake(t: torch.Tensor) -> torch.Tensor:
         if id(t) not in seen:
-            seen[id(t)] = fake_of(t, integers, dtype)
+            seen[id(t)] = fake_of(t, dtype)
         return seen[id(t)]
 
     return tree_map_only(torch.Tensor, fake, batch)

@@ -121,9 +121,9 @@ def trace(
 
     def traced(some: Repetition | None) -> Activity | None:
         integers = Integers()
-        twin = twin_of(module, integers, dtype, some).train()
+        twin = twin_of(module, dtype, some).train()
         recompute(twin, checkpointing)
-        given = fake_batch(batch, dtype if precision != "fp32" else None, integers)
+        given = fake_batch(batch, dtype if precision != "fp32" else None)
         own = {t.untyped_storage()._cdata for t in tensors_of(twin)}
         watch = Watch(vocabulary_of(module), own, integers.call)
         for name, inner in twin.named_modules():
