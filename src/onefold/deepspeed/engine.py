@@ -143,8 +143,6 @@ class DeepSpeedEngine(nn.Module):
         skipped_steps: number of steps that were skipped because gradients were not finite.
         global_samples: number of samples so far, over all ranks.
         collate_fn: the `collate_fn` of loaders that `deepspeed_io` makes.
-        keeps_gradients: if true, `step` does not clear the gradients; the next forward pass or
-            `zero_grad` does. Code that reads gradients after a step (AdaLoRA) needs this.
     """
 
     settings: DeepSpeedConfig
@@ -172,7 +170,7 @@ class DeepSpeedEngine(nn.Module):
         self._is_gradient_accumulation_boundary: bool | None = None
         # The block that holds gradients back: "no_sync" or "coalesce_grad_reduction"
         self._held = ""
-        self._stepping = self._step_applied = self.keeps_gradients = False
+        self._stepping = self._step_applied = False
         # Whether `.grad` holds the gradients of the last step, which the next pass drops; how many
         # backward passes ran since; whether one runs that began with a scaled loss
         self._stepped, self._since_step, self._scaled = False, 0, False
@@ -257,8 +255,9 @@ class DeepSpeedEngine(nn.Module):
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count this micro-batch. At the boundary, clip, step the optimizer, clear the gradients
-        and step the schedule.
+        """Count this micro-batch. At the boundary, clip, step the optimizer and the schedule. The
+        gradients stay until the next pass or `zero_grad`, for code that reads them after a step
+        (AdaLoRA, callbacks of Trainer).
 
         In the 16-bit precisions, a step with gradients that are not finite is skipped on all ranks
         (in bf16 unless the configuration turns this off).
@@ -304,10 +303,9 @@ class DeepSpeedEngine(nn.Module):
             self.optimizer.step()
             self._step_applied = True
         passes, self._since_step = self._since_step, 0
-        self._stepped = self.keeps_gradients and not overflow
-        if not self._stepped:
-            self.module.zero_grad()
+        self._stepped = not overflow
         if overflow:
+            self.module.zero_grad()
             self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**lr_kwargs)
@@ -348,7 +346,7 @@ class DeepSpeedEngine(nn.Module):
         return finite
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients. `step` or the next forward pass does this; see `keeps_gradients`."""
+        """Clear the gradients. The next forward pass after a step does this."""
         self._stepped = False
         self.module.zero_grad(set_to_none)
 

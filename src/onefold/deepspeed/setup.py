@@ -221,7 +221,6 @@ def _shard(
 def _meet_hosts(engine: DeepSpeedEngine, configured: bool) -> None:
     """Do what transformers, accelerate, peft, TRL and Lightning expect of an engine."""
     model, optimizer, settings = engine.module, engine.optimizer, engine.settings
-    engine.keeps_gradients = True  # callbacks of Trainer read gradients after the step
     if optimizer is not None:
         meet(optimizer)  # for the functions of access.py, also before its first step
         count_as(engine, configured)

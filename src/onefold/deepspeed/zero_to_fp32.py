@@ -180,12 +180,12 @@ def _folder(folder: StrPath, tag: str | None) -> Path:
 def _tensors(source: Source, without_frozen: bool) -> dict[Item, list[str]]:
     """Return the parameters and buffers of a checkpoint with all their names."""
     source.refuse_own()
-    frozen = _frozen_in(source) if without_frozen else frozenset()
-    other = source.other_names()
+    other, trained = source.other_names(), _trained_in(source) if without_frozen else None
     return {
         item: [item.name, *other.get(item.name, ())]
         for item in source.items()
-        if item.kind == "buffer" or (item.kind == "parameter" and item.name not in frozen)
+        if item.kind == "buffer"
+        or (item.kind == "parameter" and (trained is None or item.name in trained))
     }
 
 
@@ -197,8 +197,8 @@ def _state(source: Source, tensors: Mapping[Item, list[str]]) -> dict[str, Tenso
     return out
 
 
-def _frozen_in(source: Source) -> frozenset[str]:
-    """Return the names of frozen parameters.
+def _trained_in(source: Source) -> set[str]:
+    """Return the names of parameters that an optimizer has.
 
     Raises:
         CheckpointError: the checkpoint does not say which parameters were frozen.
@@ -209,11 +209,6 @@ def _frozen_in(source: Source) -> frozenset[str]:
             f"{source.describe} has no optimizer, and so does not say which parameters were frozen:"
             " leave exclude_frozen_parameters out."
         )
-    trained = {
+    return {
         source.stored_name(name) for made in groups for group in made for name in group["params"]
     }
-    return frozenset(
-        item.name
-        for item in source.items()
-        if item.kind == "parameter" and item.name not in trained
-    )
