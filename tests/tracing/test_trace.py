@@ -166,9 +166,24 @@ class Frozen(nn.Module):
         return {"loss": x[rows].square().mean()}
 
 
+class Masked(nn.Module):
+    """Chooses rows by a mask of floats that is set in place, and adds up in a tensor of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y, keep, total = self.layer(x), torch.ones(len(x)), torch.zeros(1)
+        keep[3] = 0
+        total += y[: int((keep == 0).sum())].sum()
+        return y[keep.bool()].square().mean() + total
+
+
 ODD: dict[str, tuple[Callable[[], nn.Module], Any]] = {
     "reused block": (Odd, (features_of(0, 10, 12),)),
     "frozen half": (Frozen, (features_of(0, 9, 16), torch.tensor([1, 4, 4]))),
+    "a mask set in place": (Masked, (features_of(0, 9, 16),)),
     "encoder layer": (
         lambda: nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True),
         (features_of(0, 3, 7, 16),),
