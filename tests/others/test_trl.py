@@ -14,6 +14,7 @@ import torch
 import looks
 from needed import skip_without
 from on_ranks import on_ranks, slow
+from onefold.runtime import ShardedParameterError
 from others.matrix import TOOLS, check, off
 
 skip_without("trl")
@@ -64,7 +65,8 @@ def same(ours: Any, ddp: Any) -> None:
 
 
 #: Their losses hand `lm_head.weight` to an autograd Function and never call the head. In a
-#: distillation the Function takes the head of the teacher, another sharded model, as well.
+#: distillation the Function takes the head of the teacher, another sharded model, as well: at stage 3
+#: it is a part there, since no pass of the teacher is open.
 KINDS = ("sft", "dpo", "kto", "grpo", "distillation")
 
 
@@ -76,6 +78,10 @@ def test_heads_that_are_units_and_never_called_train_as_under_ddp(kind: str, fol
 
     ddp = tuned(folder, kind, large=True)
     for stage in (0, 1, 2, 3):
+        if kind == "distillation" and stage == 3:
+            with pytest.raises(ShardedParameterError, match="read a whole copy"):
+                tuned(folder, kind, stage, large=True)
+            continue
         ours = tuned(folder, kind, stage, large=True)
         assert "lm_head" in dict(looks.units(ours.trainer.model))
         same(ours, ddp)
