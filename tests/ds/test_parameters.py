@@ -311,6 +311,20 @@ def test_gathered_parameters_keep_the_modifiers_values_and_drop_others() -> None
 
 
 @on_ranks(2)
+def test_parameters_of_two_engines_are_gathered_and_written_together() -> None:
+    gathered, rank = served().zero.GatheredParameters, dist.get_rank()
+    for stage in (1, 3):
+        one, other = made(stage), made(stage)
+        expected = [3 * p for p in masters(one)]
+        pairs = [list(engine.module.parameters()) for engine in (one, other)]
+        with gathered({*pairs[0], *pairs[1]}, modifier_rank=0), torch.no_grad():
+            if rank == 0:
+                for mine, follows in zip(*pairs, strict=True):
+                    follows.data.mul_(2.0).add_(mine.data)
+        assert all(map(torch.equal, masters(other), expected))
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("precision", list(PRECISIONS)[:2])
 def test_a_write_inside_a_context_that_reads_is_kept_and_nothing_else_changes(
     precision: str,

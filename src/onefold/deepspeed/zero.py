@@ -435,7 +435,7 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
         elif isinstance(p, ShardedParameter) or INSIDE in own:
             if writes:
                 _refuse_unwritable([entry])
-            found[1, entry.number] = p
+            found[1 + engine.number, entry.number] = p
     return [found[key] for key in sorted(found)]
 
 

@@ -19,6 +19,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -123,6 +124,7 @@ class Engine:
     Attributes:
         recipe: what it executes. units: its units, the root first.
         mesh: the axes of the ranks. group: all ranks of the mesh.
+        number: of the engines of this process; the same on all ranks.
         decides_sums: the recipe leaves to Onefold who adds gradients up (`Recipe.with_sums`).
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
@@ -152,6 +154,7 @@ class Engine:
         closed: the engine has let go of everything.
     """
 
+    numbers = count()  # of the engines of this process
     early: Stepper
     gather: Gatherer
     reduce: Reducer
@@ -209,6 +212,7 @@ class Engine:
         self.entries = [entry for flat in self.flats for entry in flat.entries]
         for number, entry in enumerate(self.entries):
             entry.number = number
+        self.number = next(self.numbers)
         self.unsharded: bool = all(flat.unsharded for flat in self.flats)
         # Entries that other ranks have stepped in a backward pass, and whose gradients are gone
         self.stepped_early: set[Entry] = set()
