@@ -44,7 +44,7 @@ def batches(count: int, first: int = 0) -> list[Tensor]:
     [
         {"stage": 3, "precision": "bf16"},
         {"stage": 2, "precision": "bf16", "master_dtype": "fp64"},
-        {"stage": 1},
+        pytest.param({"stage": 1}, marks=slow),
         {"stage": 0},
     ],
     ids=str,

@@ -82,7 +82,7 @@ PAIRS = [((0, "none"), (2, "none")), ((1, "none"), (3, "cpu")), ((2, "cpu"), (1,
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", pytest.param("bf16", marks=slow)])
 def test_parts_of_a_checkpoint_load_at_other_stages_and_tiers(
     precision: str, folder: Path, every: bool
 ) -> None:

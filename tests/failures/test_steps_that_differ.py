@@ -20,7 +20,7 @@ from onefold.ema import EMA
 from zoo import ResidualBlock, TinyMLP, features_of
 
 STAGES: list[Any] = [
-    (0, {}), pytest.param(1, {}, marks=slow), (2, {}), (3, {}), (3, {"offload_optimizer": "cpu"}),
+    (0, {}), pytest.param(1, {}, marks=slow), pytest.param(2, {}, marks=slow), (3, {}), (3, {"offload_optimizer": "cpu"}),
     pytest.param(2, {"reduce_at": "boundary"}, marks=slow),
 ]  # fmt: skip
 Train = Callable[[nn.Module, int], Any]

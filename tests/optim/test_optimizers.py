@@ -24,7 +24,7 @@ from zoo import TinyMLP, features_of
 
 #: Those whose code differs most from one another; the rest trains with `--all`.
 IN_CI = {
-    "SGD, Nesterov", "AdamW, fused", "Lion of one's own", "rates kept by parameters", "AdamW of schedulefree",
+    "SGD, Nesterov", "AdamW, fused", "Lion of one's own", "AdamW of schedulefree",
     "Adam and SGD inside another", "every second step of another",
 }  # fmt: skip
 INSTALLED = [n for n, r in KNOWN.items() if r.module and importlib.util.find_spec(r.module)]

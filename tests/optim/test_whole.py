@@ -96,7 +96,7 @@ RUN: tuple[tuple[int, dict[str, Any]], ...] = (
     (2, {"stage": 2, "offload_optimizer": "cpu"}),
 )
 IN_CI = {
-    "Muon and AdamW", "Adafactor", "a norm from the second step on", "a norm of large matrices", "rates kept by parameters",
+    "Muon and AdamW", "Adafactor", "a norm from the second step on", "rates kept by parameters",
 }  # fmt: skip
 #: Onefold knows these by the names of their classes; of others the recipe says whole=True.
 KNOWN = {"Muon and AdamW", "Adafactor", *(name for name in WHOLE if "pytorch-optimizer" in name)}

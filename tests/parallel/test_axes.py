@@ -39,7 +39,7 @@ ROWS: dict[int, dict[str, Case]] = {
         "scaler": Case(scaler=True),
         "at the boundary": Case(micro_batches=2, options={"reduce_at": "boundary"}),
         "kept for backward": Case(options={"reshard_after_forward": False}),
-        "bf16": Case(options={"precision": "bf16"}, near=0.05, ci=True),
+        "bf16": Case(options={"precision": "bf16"}, near=0.05),
         "replicas of tp 2": Case(replicate=2, dp=1, stages=ABOVE, ci=True),
         # Where state is
         "on the host": Case(options=HOST, scaler=True, stages=ABOVE, ci=True),

@@ -10,6 +10,7 @@ from onefold.plan.architectures import architectures, known
 from onefold.plan.modules import architecture, module_of
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name", [name for name, row in architectures().items() if row.name == name]
 )

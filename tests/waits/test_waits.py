@@ -69,14 +69,14 @@ ALONE = rows(
 OF_TWO = rows(
     [
         of(0, "clips accumulates raises"),
-        of(2, "clips raises"),
         of(3, "elsewhere saves accumulates decays", **BF16),
         of(3, "saves writes decays", **BF16, **HOST),
         of(2, "clips accumulates", **BF16, **STATES),
         of(2, "clips", **BF16, reduce_codec="int4"),
     ],
     [
-        of(1, "evaluates writes", **BF16), of(3, "clips evaluates"), of(3, "frozen", recomputed), of(3, prefetch=0, in_flight=0),
+        of(2, "clips raises"), of(1, "evaluates writes", **BF16),
+        of(3, "clips evaluates"), of(3, "frozen", recomputed), of(3, prefetch=0, in_flight=0),
         of(1, "evaluates writes decays", **BF16, **STATES), of(3, **BF16, **HOST, step_in_backward=True),
         of(3, "clips", **BF16, **DISK), of(2, offload_activations="cpu"),
     ],
