@@ -85,7 +85,9 @@ def test_sums_of_the_backend_are_within_rounding_and_send_no_byte_more(
 ) -> None:
     stage, options, loop, near = ADDED[case]
     mesh = Mesh(dp=4, backend="standin")
-    row = Row("native", stage, {"reduce": "native", **options}, mesh, loop, "mlp", "", near=near)
+    # Each is compared with one process of its own precision
+    name, options = f"native {case}", {"reduce": "native", **options}
+    row = Row(name, stage, options, mesh, loop, "mlp", "", near=near)
     before = standin.launched["reduce_scatter"]
     assert ask(row, [row], folder) == []
     assert standin.launched["reduce_scatter"] > before, "the backend added nothing up"

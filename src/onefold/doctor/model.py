@@ -178,4 +178,4 @@ def assert_near(here: Here, what: str, a: Trained, b: Trained, precision: str) -
 
     off, way = length(a), length(small(here).state_dict())
     said = f"{what}: weights differ by {off:.1e}, and training changed them by {way:.1e}"
-    assert_nowhere(here, said if off > moved * way else "")
+    assert_nowhere(here, "" if off <= moved * way else said)
