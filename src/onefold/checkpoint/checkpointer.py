@@ -42,7 +42,7 @@ class Checkpointer:
         model: the return value of `onefold.shard`.
         keep: number of checkpoints to keep. Older ones are removed after a newer one is complete.
         asynchronous: save in the background, as `save_async` does.
-        busy: what `save` does while another save is under way: "wait" for that one, or "skip" the
+        busy: what `save` does while another save into this folder is under way: "wait" for that one, or "skip" the
             new one.
 
     Raises:

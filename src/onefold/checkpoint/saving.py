@@ -253,7 +253,11 @@ class _Save:
         self.data_of = Together.of(first).data_of  # of the first stage, if this is its first rank
         self.saver = saved_by(first) | {"world_size": together.size}
         named = (getattr(models[0], name, None) for name in ("config", "generation_config"))
-        self.texts = [thing for thing in (*named, tokenizer) if hasattr(thing, "save_pretrained")]
+        self.texts = [
+            thing
+            for thing in (*named, tokenizer)
+            if callable(getattr(thing, "save_pretrained", None))
+        ]
 
     def __call__(self) -> None:
         """Write and commit the checkpoint. Collective. Raises: CheckpointError: on every rank."""

@@ -559,9 +559,11 @@ class NvmeStorage(OffloadStorage):
         """See `Storage`. Reads the gradient again unless `norms` has the answer."""
         if not self.gradients_on_disk:
             return super().gradient_norm(entry, p)
-        if p == 2 and self.scale is None and entry.index in self.norms:
-            return self.norms[entry.index]
-        return self.norm_on_device(self._scaled(entry.counted), p)
+        if p != 2 or self.scale is not None:
+            return self.norm_on_device(self._scaled(entry.counted), p)
+        if entry.index not in self.norms:
+            self.norms[entry.index] = self.norm_on_device(self._scaled(entry.counted), p)
+        return self.norms[entry.index]
 
     def read_gradient(self, entry: Entry) -> torch.Tensor:
         return self._scaled(entry.here)

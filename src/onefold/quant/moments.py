@@ -323,9 +323,11 @@ def adopt(
     to the place and the format in which its step keeps them. Moments that do not exist yet are zeros;
     on a disk undefined, if the parameter was never stepped.
     """
-    state = optimizer.state.setdefault(entry.param, {})
+    state = optimizer.state.get(entry.param)
+    if state is None:  # `setdefault` would bring in the states of all parameters
+        state = optimizer.state[entry.param] = {}
     storage, held = entry.flat.storage, entry.owned()
-    there, _ = stored_apart(how, state, entry.param)
+    there, numbers = stored_apart(how, state, entry.param)
     wanted, format = {key: value.dtype for key, value in there.items()}, FORMATS["fp32"]
     if how is not None:
         wanted, format = how.parts(entry, group), how.of(entry)
@@ -335,11 +337,11 @@ def adopt(
     if found == {key: (dtype, device, True) for key, dtype in wanted.items()}:
         return
     old = {key: storage.read(entry, key, value, *held) for key, value in there.items()}
+    new = {key: storage.new_state(entry, key, wanted[key], in_memory=not apart) for key in wanted}
     for key in there:
         del state[key]
-    new = {key: storage.new_state(entry, key, wanted[key], in_memory=not apart) for key in wanted}
     state.update(new)
-    for key in new if old else ():
+    for key in new if old or numbers else ():
         storage.write(entry, key, new[key], *held, torch.zeros((), dtype=wanted[key]))
     for key, value in unpacked(old, entry.param.numel()):
         for name, part in as_stored(format, key, value).items():
