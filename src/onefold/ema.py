@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,7 @@ from onefold.runtime.parts import (
     said_by_first,
     tell_all,
 )
-from onefold.runtime.state.dicts import take, whole_state_dict
+from onefold.runtime.state.dicts import is_extra, take, whole_state_dict
 
 #: The category of the averages in memory ledgers.
 AVERAGES = "averages"
@@ -208,8 +209,16 @@ class EMA:
                 "rank 0 was given no state of an average; expected what EMA.state_dict() or"
                 " torch's AveragedModel.state_dict() returned (n_averaged, module.<name>, ...)."
             )
-        plain = {name.removeprefix("module."): value for name, value in state.items()}
-        take(self._engine, self._model, plain, False, given, buffers=False)
+        plain = {n.removeprefix("module."): v for n, v in state.items() if n.startswith("module.")}
+        for entry in self._averages:
+            found = next((plain[name] for name in entry.names if name in plain), None)
+            if isinstance(found, torch.Tensor) and tuple(found.shape) == tuple(entry.shape):
+                given[entry.name] = found
+        # Hooks may save parameters by other names or in other shapes: then the model's own code reads
+        if len(given) < len(self._averages):
+            given.clear()
+            dressed = _as_saved_by(self._model, plain, getattr(state, "_metadata", None))
+            take(self._engine, self._model, dressed, False, given, buffers=False)
         if lost := [entry.name for entry in self._averages if entry.name not in given]:
             raise ValueError(f"'module.{lost[0]}' is missing.")
         return int(state["n_averaged"])
@@ -228,6 +237,23 @@ class EMA:
             " full_params(write=True)) inside ema.applied(), where they are the averages: leave it"
             " first."
         )
+
+
+def _as_saved_by(
+    model: nn.Module, state: Mapping[str, Any], metadata: Mapping[str, Any] | None
+) -> OrderedDict[str, Any]:
+    """Return `state` for the model's own `load_state_dict`: with the versions of its modules, those of
+    today if AveragedModel's `metadata` does not say them, and without extra states.
+    """
+    out = OrderedDict((name, value) for name, value in state.items() if not is_extra(name))
+    if metadata is None:
+        modules = model.named_modules(remove_duplicate=False)
+        versions = {path: {"version": module._version} for path, module in modules}
+    else:
+        inside = (path for path in metadata if f"{path}.".startswith("module."))
+        versions = {path[len("module.") :]: metadata[path] for path in inside}
+    out._metadata = versions  # type: ignore[attr-defined]
+    return out
 
 
 def _wide(entry: Entry) -> torch.Tensor:

@@ -184,7 +184,10 @@ def test_a_gradient_whose_part_here_is_zero_is_told_from_a_dropped_one(mode: str
         with onefold.no_sync(model):
             model(ids).backward()
         if drop is not None:
-            model.rows.weight.grad = None
+            held, model.rows.weight.grad = model.rows.weight.grad, None
+            held.requires_grad, held.grad = False, None  # as zero_grad() may do; autograd's alone
+            with pytest.raises(RuntimeError, match="doesn't require gradient"):
+                held.register_hook(print)
         model(ids + 4).backward()
         total.append(model.rows.weight.grad.abs().sum().item())
     assert total[1] == pytest.approx(total[0] / 2) and total[0] > 0

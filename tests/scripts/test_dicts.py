@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 import onefold
 from on_ranks import on_ranks
@@ -106,6 +107,9 @@ def test_changes_inside_full_params_with_write_last(stage: int) -> None:
             onefold.full_params(model, write=True),
         ):
             model.norm.weight.data = torch.zeros(3)
+        with pytest.raises(KeyboardInterrupt), onefold.full_params(model, write=True):
+            model.norm.weight.data = torch.zeros(3)
+            raise KeyboardInterrupt
 
 
 @on_ranks(3)
@@ -254,6 +258,46 @@ def test_a_models_own_code_of_loading_runs(stage: int) -> None:
     assert onefold.load_full_state_dict(model, given) == ([], [])
     expected = {"weight": weight * 2, "bias": bias}
     assert not first(differences(expected, onefold.full_state_dict(model)))
+
+
+class Renewed(nn.Linear):
+    """Older versions stored half of its weight. It counts the extra states that it is given."""
+
+    _version, given = 2, 0
+
+    def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
+        if metadata.get("version", 1) < 2:
+            state[prefix + "weight"] = 2 * state[prefix + "weight"]
+        super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def get_extra_state(self) -> Tensor:
+        return torch.ones(1)
+
+    def set_extra_state(self, state: Any) -> None:
+        self.given += 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("hooks", [False, True])
+def test_an_average_is_loaded_as_it_was_saved_and_changes_nothing_else(
+    stage: int, hooks: bool
+) -> None:
+    def make() -> nn.Module:
+        layer = Renewed(7, WIDTH)
+        return nn.Sequential(layer, FusedProjection()) if hooks else nn.Sequential(layer)
+
+    first_model, second = (
+        onefold.shard(built(make, seed), onefold.Recipe.zero(stage)) for seed in (0, 1)
+    )
+    average, other = onefold.ema.EMA(first_model), onefold.ema.EMA(second)
+    state = average.state_dict()
+    before = onefold.full_state_dict(second)
+    for given in (state, first(AveragedModel(built(make)).state_dict())):
+        other.load_state_dict(given)
+        assert not first(differences(state, other.state_dict()))
+    assert not first(differences(before, onefold.full_state_dict(second)))
+    assert second[0].given == 0  # type: ignore[index]
 
 
 # -- weights that rest encoded ---------------------------------------------------------------------

@@ -46,7 +46,7 @@ import pickle
 import struct
 import time
 import zlib
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -93,8 +93,6 @@ from onefold.layout.holders import Mesh
 Parts = Sequence[tuple[int, torch.Tensor]]
 #: Bytes to other ranks; those of them to other nodes; what they were encoded from, 0 if they were not.
 Bytes = tuple[int, int, int]
-#: Lines of updates that are kept, the last ones, if no backward pass comes.
-UPDATES = 1 << 12
 _KINDS = (
     "owners",
     "all-gather",
@@ -147,7 +145,7 @@ class Shared:
         self.borders = ""
         self.ledger = TrafficLedger()
         self.heard: int | None = None
-        self.updates: deque[str] = deque(maxlen=UPDATES)
+        self.updates: list[str] = []
         self.broken: StallError | None = None
         self.launched: list[list[int]] = []
         self.chains = Chains()

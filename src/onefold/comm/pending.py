@@ -270,7 +270,7 @@ class Chain(Pending):
 
     def __init__(self, group: Group, first: Pending, then: Callable[[], Pending]) -> None:
         super().__init__(group, [], first.context, first.event)
-        self._first, self._then = first, then
+        self._first, self._then, self._second = first, then, Pending(group, [], first.context)
         # The relay stream waits for the first move, the compute stream for the second only
         if group.relay is None:
             group.chains.waiting.append(self)

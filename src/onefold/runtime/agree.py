@@ -111,6 +111,16 @@ def agree_on_failure(engine: Engine, error: BaseException | None, when: str) -> 
 
 # -- updates in words ------------------------------------------------------------------------------
 
+#: Lines of updates that are kept in words, if no backward pass comes.
+UPDATES = 1 << 12
+
+
+def note(updates: list[str], name: str, items: Iterator[str]) -> None:
+    """Note an update in words. If there are many lines already, a checksum takes their place."""
+    if len(updates) >= UPDATES:
+        updates[:] = [f"updates with the checksum {zlib.crc32(repr(sorted(updates)).encode()):08x}"]
+    updates += (name, *(f"{name} with {item}" for item in items))
+
 
 def of_step(optimizer: Optimizer, members: Mapping[int, str]) -> Iterator[str]:
     """Yield the numbers among the optimizer's options in the groups of `members`, and these: what

@@ -32,7 +32,7 @@ from onefold.memory import GRADIENTS, IDLE, MASTERS, PARAMETERS, MemoryLedger, P
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import GROUP, NATIVE
-from onefold.runtime.agree import agree_on_failure
+from onefold.runtime.agree import agree_on_failure, note
 from onefold.runtime.boxes import find_boxes
 from onefold.runtime.buffers import Buffers, check_in_place, refuse_changes
 from onefold.runtime.differentiate import OpenPass, in_autograd, still_open
@@ -477,7 +477,7 @@ class Engine:
         ranks to compare.
         """
         if not self.group.alone and self.step_count:  # before a first pass nothing has a gradient
-            self.group.updates += (name, *(f"{name} with {item}" for item in items))
+            note(self.group.updates, name, items)
 
     def tell_failure(self) -> None:
         """Raise the error of background work: the one not raised yet, or else the most recent."""

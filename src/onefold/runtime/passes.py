@@ -388,9 +388,8 @@ class Passes:
                     reduce.launch_rest()
                     agree_and_finish(engine, learn=not pending)
                     engine.step_count += 1
-                    if (
-                        not engine.optimizer_seen
-                    ):  # code may step by itself, and some ranks own nothing
+                    # Code may step by itself, and some ranks own nothing
+                    if not engine.optimizer_seen:
                         for flat in engine.flats:
                             flat.bumps += flat.travels
                 if engine.deferring or engine.holding:

@@ -79,7 +79,7 @@ class Operator:
         self.about_itself = run in questions or name == "detach" or name.endswith("_like")
         # Tensors may be made of the elements of others. What autograd knows by a node needs none
         asks = run in questions and name not in ("data_ptr", "new", "new_tensor")
-        self.asks = asks or name in _OF_AUTOGRAD
+        self.asks = asks or name in OF_AUTOGRAD
 
     def writes_with(self, kwargs: dict[str, Any]) -> bool:
         """Whether a call with these keywords changes its first argument, or `out`."""
@@ -495,7 +495,7 @@ EXCEPTIONS: dict[str, Run] = {
     for name in words(names)
 }
 
-_OF_AUTOGRAD = words(
+OF_AUTOGRAD = words(
     "grad__set__ requires_grad__set__ register_hook register_post_accumulate_grad_hook"
 )
 #: Modules of torch whose functions in Python compute with their arguments alone.

@@ -70,6 +70,7 @@ from onefold.runtime.parameters.interval import (
     spec_of,
 )
 from onefold.runtime.parameters.operators import (
+    OF_AUTOGRAD,
     Operator,
     call_python,
     convert,
@@ -251,6 +252,8 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     with disable_torch_function():
         if param is not None and op.name in _OWN:
             return (_OWN[op.name] or func)(*args, **kwargs)
+        if op.name in OF_AUTOGRAD and isinstance(first, Elsewhere):
+            return func(*args, **kwargs)
         if op.name == "device" and sys._getframe(2).f_globals.get("__name__") == _DDP:
             raise ShardedParameterError(WRAPPED)
         args, kwargs = wholes(op, args, kwargs)

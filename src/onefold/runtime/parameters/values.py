@@ -318,9 +318,10 @@ def call_hooks(entry: Entry, engine: Engine) -> None:
     """
     param: Any = entry.param
     with disable_torch_function():
-        hooks = [*(param._post_accumulate_grad_hooks or {}).values()]
-    if not hooks:
+        post = param._post_accumulate_grad_hooks
+    if not post:
         return
+    hooks = tuple(post.values())
     engine.passes.event(True)
     counted = param, entry.compute
     before = [t._version for t in counted]

@@ -101,7 +101,7 @@ def contents(engine: Engine, module: nn.Module) -> Contents:
     changed = False
     for name, value in held.items():
         entry = None
-        if isinstance(value, torch.Tensor) and not _is_extra(name):
+        if isinstance(value, torch.Tensor) and not is_extra(name):
             entry = shown.get(id(value))
             if entry is None and value.is_meta and id(value) not in buffers:
                 entry = by_name.get(name)  # a hook has made another tensor of it
@@ -117,7 +117,7 @@ def contents(engine: Engine, module: nn.Module) -> Contents:
     return out
 
 
-def _is_extra(name: str) -> bool:
+def is_extra(name: str) -> bool:
     return name.rpartition(".")[2] == "_extra_state"
 
 
@@ -139,7 +139,7 @@ def beside_parameters(
     buffers: dict[str, torch.Tensor] = {}
     extra: dict[str, Any] = {}
     for name, (value, entry) in contents(engine, module).items():
-        if _is_extra(name):
+        if is_extra(name):
             extra[name] = value
         elif isinstance(value, torch.Tensor) and entry is None:
             buffers[name] = local_of(value)  # a DTensor among buffers is replicated
@@ -269,7 +269,7 @@ def take(
                     given[entry.name] = param.detach()
                 elif param._version:
                     by_hand = entry.name
-    missing = sorted(name for name in missing if not _is_extra(name))
+    missing = sorted(name for name in missing if not is_extra(name))
     if by_hand:
         raise ValueError(
             f"the model's own code copies values into {by_hand!r}, which has no memory here: load"

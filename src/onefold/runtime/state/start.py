@@ -152,6 +152,7 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
         engine.check_moment("full_params")
     wholes: dict[Flat, torch.Tensor] = {}
     shown: dict[Entry, nn.Parameter] = {}
+    wrong = ""
     try:
         with disable_torch_function():
             for flat in (f for f in engine.flats if not f.unsharded):
@@ -167,20 +168,20 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
                 yield module
             finally:
                 if write:
-                    _keep(engine, shown, wholes)
+                    wrong = _keep(engine, shown, wholes)
     finally:
         shown.clear()
         for flat, full in wholes.items():
             engine.memory.add(GATHERED, -full.nbytes, flat.unit_name)
+    if wrong:  # not in place of an error that the code inside has raised
+        raise ValueError(wrong)
 
 
 def _keep(
     engine: Engine, shown: Mapping[Entry, nn.Parameter], wholes: Mapping[Flat, torch.Tensor]
-) -> None:
-    """Write what rank 0 has made of whole parameters into the masters of all ranks.
-
-    Raises:
-        ValueError: one was given another shape; it stays as it is.
+) -> str:
+    """Write what rank 0 has made of whole parameters into the masters of all ranks. Returns what is
+    wrong, in words: one was given another shape. It stays as it is.
     """
     parts, wrong = MasterParts(), ""
     with disable_torch_function(), torch.no_grad():
@@ -199,8 +200,7 @@ def _keep(
         finally:
             engine.make_stale()
     engine.uninitialized.look()
-    if wrong:
-        raise ValueError(wrong)
+    return wrong
 
 
 def _given(entry: Entry, stand_in: nn.Parameter) -> torch.Tensor:
