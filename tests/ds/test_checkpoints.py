@@ -371,6 +371,7 @@ class Trap:
 #: (words of the error, what is done to the folder, the checkpoint).
 REFUSED: list[tuple[str, Any, str]] = [
     ("names '../elsewhere'", lambda f: (f / "latest").write_text("../elsewhere"), "stage-3-fp32-3"),
+    ("latest cannot be read .it has 97.7 KiB", lambda f: (f / "latest").write_text("x" * 100_000), "stage-3-fp32-3"),
     (r"no \*_optim_states.pt of rank 1", lambda f: shard(f, 1).unlink(), "stage-3-fp32-3"),
     ("saved on 3 ranks, but has 2 files", lambda f: shard(f, 2).unlink(), "stage-3-fp32-3"),
     ("saved on 3 ranks, but has 4 files", lambda f: shutil.copy(shard(f, 2), shard(f, 3)), "stage-3-fp32-3"),

@@ -293,6 +293,33 @@ def test_save_16bit_model_writes_the_whole_model(folder: Path) -> None:
         engine.save_16bit_model("/dev/null/nowhere")
 
 
+class Writes(TinyMLP):
+    """It has a `save_pretrained` that asks for the state dict as often as it writes."""
+
+    def save_pretrained(self, folder: Path, times: int, state_dict: Any = None) -> None:
+        for time in range(times):
+            state = self.state_dict() if state_dict is None else state_dict
+            torch.save(state, folder / f"{dist.get_rank()}.{time}.pt")
+
+
+@on_ranks(2)
+def test_save_pretrained_of_any_class_writes_the_whole_model_on_rank_0_only(folder: Path) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    kind = type("OfHub", (TinyMLP, hub.PyTorchModelHubMixin), {})
+    expected = built(TinyMLP).state_dict()
+    for stage in (1, 3):
+        module: Any = made(stage, built(Writes)).module
+        state = (onefold.full_state_dict(module),) if stage == 3 else ()
+        module.save_pretrained(folder, 2, *state)
+        dist.barrier()
+        assert {file.name for file in folder.glob("*.pt")} == {"0.0.pt", "0.1.pt"}
+        assert not differences(expected, torch.load(folder / "0.1.pt"))
+    module = made(1, built(kind)).module
+    module.save_pretrained(folder / "hub")
+    dist.barrier()
+    assert not differences(expected, kind.from_pretrained(folder / "hub").state_dict())
+
+
 def test_one_process_needs_no_process_group(tmp_path: Path) -> None:
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(json_of(3, wandb={"enabled": True}, odd=1)))

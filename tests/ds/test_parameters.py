@@ -10,6 +10,7 @@ import io
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -343,6 +344,14 @@ def test_a_write_inside_a_context_that_reads_is_kept_and_nothing_else_changes(
                 assert torch.equal(weight[0], torch.full_like(weight[0], 0.5 * len(outer)))
             expected[0][0] = 0.5 * len(outer)
             assert all(map(torch.equal, masters(engine), expected)), len(outer)
+        said = pytest.raises(RuntimeError, match="in-place") if checks else nullcontext()
+        with said, gathered(weight):
+            with gathered(weight, modifier_rank=1), torch.no_grad():
+                weight[0] = 2.0 + rank
+            with torch.no_grad():
+                weight[1] = 7.0 + rank  # is kept by nobody
+        expected[0][0] = 3.0
+        assert all(map(torch.equal, masters(engine), expected))
 
 
 @on_ranks(2)

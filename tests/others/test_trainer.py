@@ -92,7 +92,7 @@ def test_adapters_go_on_and_leave_the_base_where_it_is(folder: Path) -> None:
 @slow
 @on_ranks(2)
 def test_the_best_weights_are_loaded_at_the_end(folder: Path) -> None:
-    from others.runs import SAVES, trained
+    from others.runs import SAVES, checkpoint, trained
 
     best = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
     highest = {"metric_for_best_model": "eval_loss", "greater_is_better": True}  # the first
@@ -101,6 +101,9 @@ def test_the_best_weights_are_loaded_at_the_end(folder: Path) -> None:
     assert run.evaluated[1] < run.evaluated[0]
     after = run.trainer.evaluate()["eval_loss"]
     assert after == pytest.approx(run.evaluated[0], rel=1e-6)
+    run.trainer._load_from_checkpoint(str(checkpoint(run, 4)))  # as scripts do between evaluations
+    after = run.trainer.evaluate()["eval_loss"]
+    assert after == pytest.approx(run.evaluated[1], rel=1e-6)
 
 
 # What adapters of peft train besides; `seed` gives a run that goes on other values to begin with.

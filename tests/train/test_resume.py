@@ -212,6 +212,9 @@ def test_metrics_beyond_the_checkpoint_are_cut_and_the_rest_is_gone_on_with(tmp_
     assert [row.get("step", row.get("from_step")) for row in rows] == [1, 2, 2, 3] and rows[-1][
         "loss"
     ] == 8.0
+    file.write_text('{"step": 1}\n{"st\n{"step": 2}\n{"step": 3}\n')
+    Metrics(file, alerts.append, after=2)
+    assert file.read_text() == '{"step": 1}\n{"step": 2}\n'
     Metrics(file, alerts.append)
     assert file.read_text() == "" and not alerts
 

@@ -118,10 +118,11 @@ def _let_go(runtime: weakref.ref[Engine], follower: Any) -> None:
         core.follower = None
 
 
-def _begin_scaled(engine: Any, _: Tensor) -> None:
-    """A backward pass begins with a scaled loss."""
-    engine._scaled = True
-    _at_end(partial(setattr, engine, "_scaled", False))
+def _begin_scaled(ref: weakref.ref[DeepSpeedEngine], _: Tensor) -> None:
+    """A backward pass begins with a scaled loss, maybe after its engine is gone."""
+    if (engine := ref()) is not None:
+        engine._scaled = True
+        _at_end(partial(setattr, engine, "_scaled", False))
 
 
 class NoScalarLoss(ValueError, AssertionError):
@@ -186,8 +187,8 @@ class DeepSpeedEngine(nn.Module):
         if optimizer is not None:
             (self.loss_scaler or LossScaler(FP16(loss_scale=1))).show_on(optimizer)
         # Weak, so that an engine goes with its last reference; not registered as a submodule
-        follower = weakref.proxy(self, partial(_let_go, weakref.ref(runtime)))
-        runtime.follower = self.__dict__["_follower"] = follower
+        runtime.follower = follower = weakref.proxy(self)
+        self._let_go = weakref.finalize(self, _let_go, weakref.ref(runtime), follower)
 
     # -- the three calls ---------------------------------------------------------------------------
 
@@ -251,7 +252,7 @@ class DeepSpeedEngine(nn.Module):
         if self.loss_scaler is None:
             return loss
         scaled = loss.float() * self.loss_scaler.scale
-        scaled.register_hook(partial(_begin_scaled, weakref.proxy(self)))
+        scaled.register_hook(partial(_begin_scaled, weakref.ref(self)))
         return scaled
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
@@ -623,7 +624,7 @@ class DeepSpeedEngine(nn.Module):
 
     def destroy(self) -> None:
         """Release the optimizer, the schedule and the data loader; the module stays usable."""
-        _let_go(weakref.ref(onefold.engine_of(self.module)), self._follower)
+        self._let_go()
         self.optimizer = self.lr_scheduler = self.training_dataloader = None
 
     def set_lr(self, lr: float) -> None:

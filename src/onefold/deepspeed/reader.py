@@ -84,9 +84,18 @@ def recognizes(path: Path | str) -> bool:
 
 
 def named_in(folder: Path) -> str | None:
-    """Return the tag that the file `latest` in a folder names; None if there is no such file."""
+    """Return the tag that the file `latest` in a folder names; None if there is no such file.
+    Raises: CheckpointError: it cannot be read.
+    """
     path = folder / LATEST
-    return read_bytes(path, 1 << 16).decode(errors="replace").strip() if path.is_file() else None
+    try:
+        return (
+            read_bytes(path, 1 << 16).decode(errors="replace").strip() if path.is_file() else None
+        )
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror or error}): give a tag to choose a checkpoint."
+        ) from None
 
 
 def _is_tag(folder: Path) -> bool:
@@ -440,6 +449,9 @@ class DeepSpeedSource(Source):
 
     def close(self) -> None:
         """Release the files."""
+        # Parts lead back to this object
+        self._parts.clear()
+        vars(self).pop("_first", None)
         self._optim.cache_clear()
         self._model.cache_clear()
 

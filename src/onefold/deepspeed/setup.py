@@ -263,22 +263,33 @@ def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
 
 
 def _leave_writing_to_first(engine: DeepSpeedEngine) -> None:
-    """Let `save_pretrained` of transformers and peft write on rank 0 only. Every rank calls it.
+    """Let a model's `save_pretrained` write on rank 0 only. Every rank calls it.
 
     Scripts give it a state dict that is whole on rank 0 and empty elsewhere, or none below stage 3,
-    where the model's own is such a one. An empty dict's file would replace the one of rank 0.
+    where the model's own is such a one: it is gathered before, and rank 0 may ask for it as often as
+    it likes. An empty dict's file would replace the one of rank 0.
     """
     plain = getattr(type(engine.module), "save_pretrained", None)
     if plain is None:
         return
-    ref, asks = weakref.ref(engine.module), engine.zero_optimization_stage() < 3
+    ref, first = weakref.ref(engine.module), engine.global_rank == 0
+    asks = engine.zero_optimization_stage() < 3
 
     def save_pretrained(save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         model: Any = ref()
-        if asks and len(args) < 2 and kwargs.get("state_dict") is None:
-            kwargs["state_dict"] = model.state_dict()
-        if kwargs.get("state_dict") != {}:
+        by_position = (value for value in args if isinstance(value, Mapping))
+        state = kwargs.get("state_dict", next(by_position, None))
+        if state is not None or not asks:
+            return None if state == {} else plain(model, save_directory, *args, **kwargs)
+        gathers = model.state_dict
+        whole = gathers()
+        if not first:
+            return None
+        model.state_dict = lambda *a, **k: gathers(*a, **k) if a or k else dict(whole)
+        try:
             return plain(model, save_directory, *args, **kwargs)
+        finally:
+            model.state_dict = gathers
 
     engine.module.save_pretrained = save_pretrained  # type: ignore[assignment]
 

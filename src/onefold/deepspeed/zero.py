@@ -268,17 +268,19 @@ class Inside:
         shape: its shape before.
         local: this rank's elements before; None if nobody divides it.
         depth: how many contexts have gathered it.
-        written: whether one of them has kept its changes.
+        kept: the values that the last one with `modifier_rank` has left; None without one.
+        version: the parameter's version then.
     """
 
     shape: torch.Size
     local: Any = None
     depth: int = 0
-    written: bool = False
+    kept: Tensor | None = None
+    version: int = 0
 
     def unchanged(self, param: nn.Parameter) -> bool:
         """Whether `local` is still this rank's part of a parameter without an engine."""
-        if self.local is None or self.written:
+        if self.local is None or self.kept is not None:
             return False
         return (self.local.dtype, self.shape) == (param.dtype, param.shape)
 
@@ -357,7 +359,7 @@ class GatheredParameters:
         dropped = [
             p
             for p, version in self._checked
-            if p._version != version and not p.__dict__[INSIDE].written
+            if p._version > max(version, p.__dict__[INSIDE].version)
         ]
         while self._wholes:
             self._wholes.pop().full_params_depth -= 1
@@ -371,16 +373,20 @@ class GatheredParameters:
         with torch.no_grad():
             for param, inside in held.items():
                 inside.depth -= 1
-                inside.written |= writes
                 ends = not inside.depth
                 if writes and not alone() and not (ends and EARLY in param.__dict__):
                     broadcast(param.data, source)
+                if writes:
+                    inside.kept = param.data if ends else param.data.clone()
+                    inside.version = param._version
+                elif ends and inside.local is not None and inside.kept is not None:
+                    param.data = inside.kept  # without later changes
                 if not ends:
                     continue
                 del param.__dict__[INSIDE]
                 if EARLY not in param.__dict__:
                     if inside.local is not None:
-                        _put_back(param, inside.local, inside.written)
+                        _put_back(param, inside.local, inside.kept is not None)
                 elif inside.unchanged(param):
                     divided.hide(param, inside.local)
                 else:  # also if it was given another shape everywhere

@@ -160,7 +160,7 @@ def shard(model: Any, recipe: Recipe, device: Any) -> None:
     # Parameters that the folder lacks (a new head) are initialized as transformers does
     init = model._init_weights if folder is not None else None
     idle = []
-    if recipe.frozen is not None:
+    if recipe.frozen is not None and getattr(model, "peft_config", None):
         _, base = unwrapped(model, model.state_dict())
         idle = [n for n, p in model.named_parameters() if not p.requires_grad and n not in base]
     for name in idle:

@@ -256,7 +256,11 @@ class TrainerMixin(_Host):
         on_first(model, lambda: torch.save(self.lr_scheduler.state_dict(), place))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Do nothing: `_load_optimizer_and_scheduler` reads the weights, into the sharded model."""
+        """Load the weights if the model is sharded. At the beginning of `train` it is not yet, and
+        `_load_optimizer_and_scheduler` reads them.
+        """
+        if is_sharded(self.model):
+            load_checkpoint(self.model, None, resume_from_checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:

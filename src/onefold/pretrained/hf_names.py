@@ -82,9 +82,8 @@ def joined(outlines: Iterable[Outline]) -> Outline:
     """Return the outline of a pipeline, whose stages may have buffers of the same names."""
     out: Outline = {}
     for outline in outlines:
-        for names in ties(outline):
-            if names[0] not in out:
-                out |= {name: outline[name] for name in names}
+        new = {name for names in ties(outline) if names[0] not in out for name in names}
+        out |= {name: like for name, like in outline.items() if name in new}
     return out
 
 

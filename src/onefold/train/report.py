@@ -83,10 +83,9 @@ class Metrics:
         self, path: Path, alert: Callable[[str], object], after: int | None = None
     ) -> None:
         self.path, self.alert, self.failed = path, alert, False
-        self._file = path.open("ab", buffering=0)
-        end = 0 if after is None else _end_of(path, after)
-        self._file.truncate(end)
-        self._file.seek(end)
+        if after is not None and path.is_file():
+            _keep(path, after)
+        self._file = path.open("wb" if after is None else "ab", buffering=0)
 
     def __call__(self, event: str, values: Row) -> None:
         if event not in ("step", "resumed", "done"):
@@ -108,21 +107,20 @@ class Metrics:
                 )
 
 
-def _end_of(path: Path, after: int) -> int:
-    """Return the bytes of the rows up to step `after`. A row that was cut off, since the run was killed
-    while it wrote, ends them.
-    """
-    end = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
+def _keep(path: Path, after: int) -> None:
+    """Keep a file's rows up to step `after`, without those that were cut off as a run was killed."""
+    kept = []
+    for line in path.read_bytes().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
             row = parse_json(line)
-        except json.JSONDecodeError:
-            break
-        done = row.get("done") or row.get("step", row.get("from_step", 0)) > after
-        if done or not line.endswith(b"\n"):
-            break
-        end += len(line)
-    return end
+            if not row.get("done") and row.get("step", row.get("from_step", 0)) <= after:
+                kept.append(line + b"\n")
+    aside = path.with_name(path.name + ".unfinished")
+    try:
+        aside.write_bytes(b"".join(kept))
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def tensorboard(folder: Path, after: int | None) -> Listener:
