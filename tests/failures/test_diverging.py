@@ -261,6 +261,8 @@ def happens(
             mine = (dist.get_rank(), step) == (victim, STEP)
             if mine and event == "stays away":
                 return busy_until_others_have_given_up()
+            if mine and event == "dies between passes":
+                die()  # where the others gather in their next pass
             if mine and event in ("dies", "fails"):
                 hook = die if event == "dies" else fail
                 training.hooked.register_forward_pre_hook(hook)
@@ -324,13 +326,14 @@ EVENTS = [
     Event(natively, 3, "dies"),
     Event(over_data, 3, "fails", words={0: ["rank 1", "unit", f"step {STEP}"]}),
     Event(beside_tensors, 3, "dies", 4, 3, OF_MESH, stalls=(1,)),
-    Event(in_a_pipeline, 1, "dies", 4, 3, {2: ["rank 3: not waiting in any collective"]}, stalls=(2,)),
+    Event(in_a_pipeline, 3, "dies between passes", 4, 3, {2: ["rank 3: not waiting in any collective"]}, stalls=(2,)),
     Event(over_a_mesh, 3, "stays away", 4, 3, {
         0: ["rank 0 (dp 0, tp 0) gave up", "rank 1 (dp 0, tp 1): waiting in "], 1: ["among ranks 1,3 (along dp)"],
         "*": ["rank 3 (dp 1, tp 1): not waiting in any collective"]}),
 ]  # fmt: skip
 #: With `--all`: the same at other stages, in groups, with codecs and over two data axes.
 FURTHER = [
+    Event(in_a_pipeline, 1, "dies", 4, 3, {2: ["rank 3: not waiting in any collective"]}, stalls=(2,)),
     Event(over_two_data_axes, 2, "dies", 4, 1, {"*": ["rank 1 (dp 0, ep 1): not waiting in any collective"]}),
     Event(over_data, 3, "stays away", 4, options=CODECS, words={0: ["rank 1"], "*": ["unit", f"step {STEP}"]}),
     Event(over_data, 1, "stays away", words=AWAY), Event(over_data, 3, "stays away", words=AWAY),

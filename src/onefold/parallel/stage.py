@@ -31,6 +31,7 @@ from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import schedules
 
+from onefold.comm import StallError
 from onefold.runtime.engine import Engine
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.interval import disable_torch_function, get_grad, set_grad
@@ -123,6 +124,17 @@ def accumulating(module: nn.Module) -> Iterator[None]:
         engine.holds_whole = before
 
 
+@contextlib.contextmanager
+def _stalls_by_name() -> Iterator[None]:
+    """torch's stage raises a RuntimeError from whatever a pass has raised: a StallError stays one."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StallError):
+            raise error.__cause__ from None
+        raise
+
+
 def _refuse_inside(engine: Engine, name: str) -> None:
     if engine.in_any_pass():
         raise RuntimeError(
@@ -183,7 +195,7 @@ class PipelineStage(pipelining.PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         self._hold()
-        with accumulating(self.submod):
+        with accumulating(self.submod), _stalls_by_name():
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._forwards += 1
         if not self.has_backward and self._forwards == len(self.args_recv_info):
@@ -210,7 +222,7 @@ class PipelineStage(pipelining.PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
         if self._earlier is None:
             self._set_aside()
-        with accumulating(self.submod):
+        with accumulating(self.submod), _stalls_by_name():
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if last_backward:
             self._release()
