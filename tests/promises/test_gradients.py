@@ -49,6 +49,30 @@ def test_what_waits_is_divided_where_it_is_whole_and_where_a_group_has_summed_it
     assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_parts_of_a_gradient_are_added_in_the_order_of_the_ranks(stage: int) -> None:
+    """So their bits do not depend on which rank adds them. A step of SGD makes of weights 0 the
+    gradient with its sign changed.
+    """
+
+    def parts(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return features_of(rank, 5, 37), features_of(100 + rank, 5, 11)
+
+    linear = nn.Linear(37, 11, bias=False)
+    nn.init.zeros_(linear.weight)
+    model: Any = onefold.shard(linear, onefold.Recipe.zero(stage, stall_timeout=60.0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    x, y = parts(dist.get_rank())
+    (model(x) * y).sum().backward()
+    optimizer.step()
+    each = [y.T @ x / 4 for x, y in map(parts, range(4))]
+    orders = [each[i:] + each[:i] for i in range(4)]
+    in_order, *others = (((a + b) + c) + d for a, b, c, d in orders)
+    assert not any(torch.equal(in_order, other) for other in others)
+    assert torch.equal(-model.weight.onefold.gather(), in_order)
+
+
 def no_sync(model: nn.Module) -> Any:
     plain = model if isinstance(model, nn.parallel.DistributedDataParallel) else None
     return plain.no_sync() if plain is not None else onefold.no_sync(model)

@@ -134,6 +134,15 @@ def test_clip_0_does_not_clip_and_the_norm_is_told(text: str) -> None:
     assert steps(make(text, clip=0))[0]["grad_norm"] > 0
 
 
+def test_clip_bounds_the_step_and_tells_the_norm_before_it(text: str) -> None:
+    """A gradient of 1e-12 is nothing beside AdamW's eps of 1e-8, so the model stays as it began."""
+    plain, still = steps(make(text, clip=0)), steps(make(text, clip=1e-12, weight_decay=0))
+    begun = steps(make(text, lr=1e-30, weight_decay=0))
+    assert [row["loss"] for row in still] == pytest.approx([row["loss"] for row in begun], rel=1e-6)
+    assert [row["loss"] for row in still] != [row["loss"] for row in plain]
+    assert still[0]["grad_norm"] == plain[0]["grad_norm"]
+
+
 def test_conversations_weigh_every_token_the_same(tmp_path: Path) -> None:
     """Long and short answers in one step: the loss is the mean over tokens, not over
     micro-batches.
