@@ -277,6 +277,9 @@ def tiers() -> Iterator[Row]:
     for stage in (1, 3):
         overflowing = Loop(scaler=2.0**17)
         yield row("tiers", stage, HOST | {"precision": "fp16"}, loop=overflowing, ci=stage == 3)
+    for where in (HOST, DISK, ALL_ON_DISK):  # the last rank owns nothing but padding of some units
+        yield row("tiers", 3, where, 4, THREE, "mlp", ci=where == DISK)
+        yield row("tiers", 3, where | BEHIND, 4, model="mlp")
     for where in (ALL_ON_HOST, DISK):
         yield row("tiers", 3, where | {"group": 2}, 4, ci=where == DISK)
         yield row("tiers", 3, where | {"shard_group": 2}, 4, THREE)

@@ -301,6 +301,11 @@ class ShardSpec:
         a, b = overlap((slot.start, slot.end), self.owned)
         return b - a
 
+    @cached_property
+    def only_padding(self) -> bool:
+        """This rank's optimizer steps no element of it."""
+        return not any(map(self.local, self.layout.slots))
+
     # -- at rest -----------------------------------------------------------------------------------
 
     @property

@@ -600,7 +600,7 @@ class Program:
         leaves = flat.tiers is not None
         if leaves and flat.own:
             self._leaves(flat, done, again)
-        kept = 0 if leaves or again else nbytes // flat.landed.itemsize * d.master.itemsize
+        kept = 0 if leaves or again or flat.only_padding else nbytes // flat.landed.itemsize * d.master.itemsize
         if flat.broadcast_back:
             self.sent_on.append((nbytes, kept))
             return
@@ -617,15 +617,16 @@ class Program:
     def _leaves(self, flat: Flat, after: int, again: bool) -> None:
         """Sums go to the host or to a disk, where earlier micro-batches may have left some."""
         master = flat.own * flat.dtypes.master.itemsize
-        if again and self.gradients_on_disk:
+        on_disk = self.gradients_on_disk and not flat.only_padding
+        if again and on_disk:
             self._disk("read", master)
         elif again and self.streams:
             self._copy("up", master)
         down = master if self.streams else flat.own * flat.landed.itemsize
         arrived = self._copy("down", down, (after,))
-        if self.gradients_on_disk:
+        if on_disk:
             self._disk("written", master, (arrived,))
-        if self.steps_in_backward:
+        if self.steps_in_backward and not flat.only_padding:
             self._step_away(flat, (arrived, self._read_states(flat, (arrived,))))
 
     def _go_down(self, flat: Flat, nbytes: int, again: bool) -> None:
@@ -656,7 +657,7 @@ class Program:
         if self.steps_in_backward:
             return
         arrived = self.last["down" if self.streams else COMPUTE], self.last[DISK]
-        away = [f for f in flats if f.tiers is not None and f.own]
+        away = [f for f in flats if f.tiers is not None and not f.only_padding]
         reads = [self._read_states(f, arrived) for f in away[:1]]
         for at, flat in enumerate(away):  # the next buffer is read while this one is stepped
             reads += [self._read_states(f, arrived) for f in away[at + 1 : at + 2]]
