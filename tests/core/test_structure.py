@@ -280,6 +280,7 @@ def test_a_compiled_model_compiles_once_and_none_of_the_hooks(stage: int) -> Non
 @on_ranks(2, fresh=True, seconds=400)
 @pytest.mark.parametrize("stage", STAGES)
 def test_blocks_compiled_by_inductor_have_the_bits_of_ddp(stage: int) -> None:
+    torch._inductor.config.compile_threads = 1  # its pool would outlive the test
     curves = []
     for over in (None, stage):
         inner: Any = built(partial(TinyGPT, depth=2))
