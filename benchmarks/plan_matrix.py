@@ -28,11 +28,12 @@ from torch import nn
 
 import onefold
 from benchmarks import harness, launch, pages
-from onefold.models.build import checkpoint_activations, load_model
+from onefold.models.build import load_model
 from onefold.plan.account import Question
 from onefold.plan.api import machine_here, room_beside
 from onefold.plan.job import Job, Scheme
 from onefold.plan.modules import model_shape
+from onefold.tracing.blocks import recompute
 from onefold.tracing.trace import Activity, trace
 
 SCHEMA = "onefold-plan-matrix/2"
@@ -117,7 +118,7 @@ class Training:
     def __init__(self, setting: Setting, stage: int, rank: int) -> None:
         self.setting, self.rank, self.number = setting, rank, 0
         model = build(setting.model)
-        checkpoint_activations(model, setting.checkpointing)
+        recompute(model, setting.checkpointing)
         recipe = onefold.Recipe.zero(stage, precision=setting.precision, stall_timeout=60.0)
         self.model = onefold.shard(model.train(), recipe)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shlex
@@ -16,14 +17,13 @@ from typing import Any
 
 import psutil
 import pytest
+from benchmarks.__main__ import NAMES, about
 from benchmarks.harness import Study, parsed, parser
 from benchmarks.pages import shown
 
 from benchmarks import hosts
 from on_ranks import slow
 from ranks import absolute_path
-
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 #: Arguments of a run that takes seconds; `{folder}` is a temporary folder. DeepSpeed may not be there.
@@ -42,10 +42,17 @@ SMALLEST = {
     "convergence": "--cases stages --model llama:tiny --tokenizer bytes --steps 3 --seq 16"
     " --held-out 2 --every 3 --sides stage-3",
     "wires": "--model gpt-tiny --tokens 32 --rates 100M --sides onefold-3 --steps 3",
+    "exports": "--shape toy --ranks 2 --rounds 1",
     "nvme": "{folder} --mib 32 --rounds 1",
     "codecs": "--device cpu --elements 65536 --rounds 1",
     "gpu": "--tiny --only check block communicators ranks host memory codecs --precisions bf16 --disk {folder}",
 }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_a_benchmark_uses_is_there(name: str) -> None:
+    """Those that need a calibrated machine, or hours, have no smallest run."""
+    assert callable(importlib.import_module(f"benchmarks.{name}").main) and about(name)
 
 
 def found_in(document: Any, key: str) -> Iterator[Any]:
@@ -161,6 +168,7 @@ class Tried(Study):
         return {"side": shown("side"), "ratio": shown("ratio", "{:.1f}")}
 
 
+@slow
 def test_sides_take_turns_failures_keep_their_row_and_a_study_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
