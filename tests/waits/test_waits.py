@@ -57,12 +57,13 @@ ALONE = rows(
         of(3, "evaluates", **BF16, **DISK),
         of(0, offload_activations="cpu"),
         of(3, "saves writes", **HOST),
+        of(0, "clips writes", offload_optimizer="nvme", chunk=65536),
         of(3, "frozen", **BF16, frozen="int8"),
     ],
     [
         of(0, "clips evaluates elsewhere"), of(0, "evaluates decays", **BF16, **STATES), of(0, "saves fused"),
         of(0, "elsewhere", **STATES, step_in_backward=True), of(3, "evaluates writes", **HOST),
-        of(3, "frozen", recomputed, **BF16, **HOST), of(0, "clips writes", offload_optimizer="nvme", chunk=65536),
+        of(3, "frozen", recomputed, **BF16, **HOST),
         of(3, "elsewhere accumulates", **BF16, **HOST, step_in_backward=True),
     ],
 )  # fmt: skip

@@ -440,7 +440,11 @@ class NvmeStorage(OffloadStorage):
 
     def renew(self) -> None:
         for a, b in self.chunks():
-            self.stepped(a, b, self.part("master", a, b))
+            window = Window(self, a, b)
+            master = window.open("master", self.flat.dtypes.master)
+            window.settle()
+            self.stepped(a, b, master)
+            window.close()
         self.transfers.flush()
 
     def part(self, kind: str, start: int, stop: int) -> torch.Tensor:
