@@ -141,10 +141,19 @@ def test_what_cannot_be_tiled_is_said() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             call()
-    model.leave = nn.Linear(model.enter.in_features, model.enter.out_features)
-    model.leave.weight = model.enter.weight
-    with pytest.raises(ValueError, match="tied"):
-        onefold.tiling.tile_linears(model, 200, ["enter"])
+    enter, apart = model.enter, nn.Linear(model.enter.in_features, model.enter.out_features)
+    for name in ("weight", "bias"):
+        model.leave = nn.Linear(enter.in_features, enter.out_features)
+        setattr(model.leave, name, getattr(enter, name))
+        with pytest.raises(ValueError, match="tied"):
+            onefold.tiling.tile_linears(model, 200, ["enter"])
+    for layers, words in (
+        (nn.ModuleList([apart, apart]), "tied"),
+        (apart, "the whole model"),
+        (nn.Sequential(torch.nn.utils.spectral_norm(apart)), "is computed"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            onefold.tiling.tile_linears(layers, 200)
 
 
 # -- devices ---------------------------------------------------------------------------------------

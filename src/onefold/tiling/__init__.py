@@ -66,12 +66,11 @@ def tile_linears(
         names: dotted names of the layers; None looks at every `nn.Linear`.
 
     Raises:
-        ValueError: a layer that is named is no nn.Linear, one row is larger than `limit`, or a weight
-            is tied to another module's.
+        ValueError: a layer that is named is no nn.Linear, one row is larger than `limit`, or tiles
+            would not compute what the layer does.
     """
-    most, places = bytes_of("limit", limit), Counter[int]()
-    for module in model.modules():
-        places.update(id(p) for p in module._parameters.values() if p is not None)
+    most = bytes_of("limit", limit)
+    places = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
     modules, done = dict(model.named_modules()), []
     for name in [n for n, m in modules.items() if type(m) is nn.Linear] if names is None else names:
         linear = modules.get(name)
@@ -80,16 +79,20 @@ def tile_linears(
             raise ValueError(
                 f"tile_linears was given {name!r}, which is {found}: expected nn.Linear."
             )
-        weight, row = linear.weight, linear.in_features * linear.weight.element_size()
+        row = linear.in_features * linear.weight.element_size()
         if row * linear.out_features <= most:
             continue
-        if row > most or places[id(weight)] > 1:
+        held, why = dict(linear.named_parameters()), ""
+        if row > most:
+            why = f"one row takes {row:,} bytes, and limit is {most:,}: give at least that"
+        elif any(places[id(p)] > 1 for p in held.values()):
+            why = "it is tied to another, or shares its bias: untie it, or name the layers to tile"
+        elif not name or held.keys() - {"weight", "bias"}:
             why = (
-                f"one row takes {row:,} bytes, and limit is {most:,}: give at least that"
-                if row > most
-                else "is tied to another module's: untie it, or name the layers to tile"
+                "it is the whole model, or its weight is computed: name other layers inside a model"
             )
-            raise ValueError(f"tile_linears: the weight of {name!r} cannot be divided: {why}.")
+        if why:
+            raise ValueError(f"tile_linears: the layer {name!r} cannot be divided: {why}.")
         rows = most // row
         path, _, attribute = name.rpartition(".")
         setattr(modules[path], attribute, TiledLinear(linear, rows // ROWS * ROWS or rows))
