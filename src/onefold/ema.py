@@ -118,9 +118,10 @@ class EMA:
         weight = 1 - self.decay if self.decay is not None else 1 / (self.updates + 1)
         with disable_torch_function(), torch.no_grad():
             averages, weights = list(self._averages.values()), [_wide(e) for e in self._averages]
-            if self.updates:  # the host's and the device's averages in one call
+            # The host's and the device's averages in one call, of which torch wants at least one
+            if averages and self.updates:
                 torch._foreach_lerp_(averages, weights, weight)
-            else:
+            elif averages:
                 torch._foreach_copy_(averages, weights)
         self.updates += 1
 
@@ -141,13 +142,11 @@ class EMA:
             before = {e: local_part(e.param).clone() for e in self._averages}
         try:
             self._put(self._averages)
-            self._inside, engine.copying = True, self._refuse_writes
+            self._inside, engine.refusing = True, self._refuse_writes
             yield self._model
         finally:
-            self._inside, copying, engine.copying = False, engine.copying, None
-            if copying is not None and copying != self._refuse_writes:
-                copying()  # wait for a background save, which copies the averages
-            engine.about_to_write()  # wait for the gathers that read the averages
+            self._inside, engine.refusing = False, None
+            engine.about_to_write()  # wait for gathers and saves that read the averages
             self._put(before)
 
     def _put(self, values: Mapping[Entry, torch.Tensor]) -> None:
@@ -210,15 +209,8 @@ class EMA:
                 " torch's AveragedModel.state_dict() returned (n_averaged, module.<name>, ...)."
             )
         plain = {n.removeprefix("module."): v for n, v in state.items() if n.startswith("module.")}
-        for entry in self._averages:
-            found = next((plain[name] for name in entry.names if name in plain), None)
-            if isinstance(found, torch.Tensor) and tuple(found.shape) == tuple(entry.shape):
-                given[entry.name] = found
-        # Hooks may save parameters by other names or in other shapes: then the model's own code reads
-        if len(given) < len(self._averages):
-            given.clear()
-            dressed = _as_saved_by(self._model, plain, getattr(state, "_metadata", None))
-            take(self._engine, self._model, dressed, False, given, buffers=False)
+        dressed = _as_saved_by(self._model, plain, getattr(state, "_metadata", None))
+        take(self._engine, self._model, dressed, False, given, buffers=False)
         if lost := [entry.name for entry in self._averages if entry.name not in given]:
             raise ValueError(f"'module.{lost[0]}' is missing.")
         return int(state["n_averaged"])
@@ -231,7 +223,6 @@ class EMA:
             )
 
     def _refuse_writes(self) -> None:
-        self._engine.copying = self._refuse_writes
         raise RuntimeError(
             "the model's weights were to be written to (by an optimizer step, a load or"
             " full_params(write=True)) inside ema.applied(), where they are the averages: leave it"

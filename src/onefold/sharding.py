@@ -179,6 +179,7 @@ def unshard(module: nn.Module) -> nn.Module:
     """
     engine = engine_of(module)
     _refuse_unless_possible(engine)
+    engine.about_to_write()
     engine.transfers.check()
     for optimizer in list(met):  # what they hold is of this rank's parts
         for entry in engine.entries:

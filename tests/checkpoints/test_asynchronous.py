@@ -22,6 +22,7 @@ from checkpoints.injured import flip
 from on_ranks import on_ranks
 from onefold.checkpoint import Background, CheckpointError, tensorfile
 from onefold.checkpoint.background import Copying
+from onefold.deepspeed.zero import GatheredParameters
 from promises.jobs import whole_states
 from reference import adamw, built, differences, on_each_rank, train, weights
 from zoo import TinyGPT, tokens_of
@@ -86,23 +87,33 @@ def other_states(_: nn.Module, optimizer: torch.optim.Optimizer, before: dict[st
             state["exp_avg"].zero_()
 
 
+def gathered(model: nn.Module, *_: Any) -> None:
+    with GatheredParameters(model):
+        time.sleep(2 * HELD)
+
+
+def another_structure(model: nn.Module, *_: Any) -> None:
+    onefold.shard(onefold.unshard(model), onefold.Recipe.zero(3))
+
+
 #: What is done while a save has not yet copied.
 ACTS: list[Act] = [
-    lambda model, optimizer, _: step(model, optimizer, 3), by_hand, whole, other_weights, other_states
+    lambda model, optimizer, _: step(model, optimizer, 3), by_hand, whole, other_weights, other_states,
+    gathered, another_structure,
 ]  # fmt: skip
 
 
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize(
-    ("stage", "options"), [(0, {}), (1, {"offload_optimizer": "cpu"}), (3, {})]
+    ("stage", "options", "acts"), [(0, {}, 1), (1, {"offload_optimizer": "cpu"}, 6), (3, {}, 7)]
 )
 def test_whatever_follows_waits_for_the_copy_which_is_of_the_moment_of_the_call(
-    stage: int, options: dict[str, Any], folder: Path
+    stage: int, options: dict[str, Any], acts: int, folder: Path
 ) -> None:
     model, optimizer = made(stage, **options)
     step(model, optimizer, 0)
     before = copy.deepcopy(optimizer.state_dict())
-    for number, act in enumerate(ACTS if stage else ACTS[:1]):
+    for number, act in enumerate(ACTS[:acts]):
         step(model, optimizer, 1)
         path = folder / str(number)
         expected = weights(model) | whole_states(optimizer)

@@ -78,6 +78,8 @@ def test_an_average_is_averaged_models_on_every_tier(
     theirs = torchs_average(decay)
     model = sharded(make=Normed, **options)
     average, optimizer = onefold.ema.EMA(model, decay), sgd(model)
+    nothing = onefold.ema.EMA(sharded(make=lambda: TinyMLP().requires_grad_(False), **options))
+    nothing.update()
     for step in range(3):
         one_step(model, optimizer, average.update, step)
     held = looks.held(model)
@@ -131,10 +133,18 @@ def test_what_an_average_cannot_do_is_said(folder: Path) -> None:
     before = onefold.full_state_dict(model)
     with average.applied():
         model(features_of(0, 8, 7)).sum().backward()
-        for call in (optimizer.step, optimizer.step, average.update, average.applied().__enter__):
+        saving = onefold.save_async(folder / "averages", model=model)
+        for call in (
+            optimizer.step,
+            optimizer.step,
+            average.update,
+            average.applied().__enter__,
+            lambda: onefold.unshard(model),
+        ):
             with pytest.raises((RuntimeError, ValueError), match=r"inside (ema.applied|itself)"):
                 call()
         optimizer.zero_grad()
+        saving.wait()
     changed = {
         line.partition(":")[0] for line in differences(before, onefold.full_state_dict(model))
     }

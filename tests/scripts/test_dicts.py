@@ -261,14 +261,18 @@ def test_a_models_own_code_of_loading_runs(stage: int) -> None:
 
 
 class Renewed(nn.Linear):
-    """Older versions stored half of its weight. It counts the extra states that it is given."""
+    """Stores half of its weight; older versions, a quarter. It counts the extra states that it is given."""
 
     _version, given = 2, 0
 
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
-        if metadata.get("version", 1) < 2:
-            state[prefix + "weight"] = 2 * state[prefix + "weight"]
+        factor = 4 if metadata.get("version", 1) < 2 else 2
+        state[prefix + "weight"] = factor * state[prefix + "weight"]
         super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    def _save_to_state_dict(self, state: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(state, prefix, keep_vars)
+        state[prefix + "weight"] = state[prefix + "weight"] / 2
 
     def get_extra_state(self) -> Tensor:
         return torch.ones(1)

@@ -337,6 +337,8 @@ class GatheredParameters:
     def _gather(self, engine: Engine, entries: list[Entry]) -> None:
         """Turn sharded parameters into plain whole ones."""
         all_of_it = len(entries) == len(engine.entries)
+        if engine.copying is not None:
+            engine.copying()  # a save reads what the parameters hold
         # The parameters of one flat buffer are gathered together
         for flat in dict.fromkeys(entry.flat for entry in entries):
             full, wanted = whole_masters(engine, flat), [e for e in entries if e.flat is flat]

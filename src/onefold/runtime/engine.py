@@ -204,8 +204,10 @@ class Engine:
         offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
         self.transfers = capabilities.transfers(self)
         self.pool = Pool(device, memory, paged=bool(offloaded) and recipe.on_disk)
-        # Waits until the save, or copy of averages, that is under way has read masters and states
+        # Waits until the save that is under way has read masters and states
         self.copying: Callable[[], None] | None = None
+        # Raises while averages are in the masters' place
+        self.refusing: Callable[[], None] | None = None
         holders = find_boxes(specs, self.group, self.mesh)
         self.units: list[Unit] = bind(specs, self, offloaded, holders)
         self.flats = [flat for unit in self.units for flat in unit.flats]
@@ -420,7 +422,11 @@ class Engine:
     # -- writes to masters -------------------------------------------------------------------------
 
     def about_to_write(self) -> None:
-        """Wait for copies of masters and states that are under way: these are going to change."""
+        """Wait for copies of masters and states that are under way: these are going to change.
+        Raises: RuntimeError: averages are in the masters' place.
+        """
+        if self.refusing is not None:
+            self.refusing()
         copying, self.copying = self.copying, None
         if copying is not None:
             copying()
@@ -431,7 +437,7 @@ class Engine:
         step writes to them, or (`seen`) takes a view that it may write to. The host waits if the
         masters are in its memory, or if a save is copying them.
         """
-        if self.copying is not None and not seen:
+        if not seen and (self.copying or self.refusing) is not None:
             self.about_to_write()
         elif flat.storage.offloaded and flat.storage.in_place:
             self.transfers.up.wait()

@@ -424,8 +424,8 @@ class Passes:
         """Clean up after a forward or backward pass that raised."""
         if not self.engine.differentiating:
             self.reduce.drop()
+            self.engine.pending = False
         self.engine.graphs.clear()
-        self.engine.pending = False
         self._let_go()
 
     def _let_go(self) -> None:

@@ -531,12 +531,15 @@ def compute_outside(func: Any, args: Any, kwargs: Any, entries: Iterable[Entry])
             t = t.view_as(t)
         return t.clone() if any(is_in(gather.by_storage, t) for gather in gathers) else t
 
-    args, kwargs = whole_of(mapped((args, kwargs), leaf_of), "an operation with gradients")
-    with saving(gathers, stays=False):
-        out = mapped(func(*args, **kwargs), returned)
-    for engine, alone in engines.items():
-        for unit in alone:
-            engine.gather.release(unit)
+    try:
+        args, kwargs = whole_of(mapped((args, kwargs), leaf_of), "an operation with gradients")
+        with saving(gathers, stays=False):
+            out = mapped(func(*args, **kwargs), returned)
+    finally:
+        for engine, alone in engines.items():
+            for unit in alone:
+                engine.gather.release(unit)
+    for engine in engines:
         engine.passes.watch_outside(out)
     return out
 
