@@ -46,7 +46,7 @@ from onefold.runtime.parts import (
     said_by_first,
     tell_all,
 )
-from onefold.runtime.state.dicts import is_extra, take, whole_state_dict
+from onefold.runtime.state.dicts import take, whole_state_dict
 
 #: The category of the averages in memory ledgers.
 AVERAGES = "averages"
@@ -234,9 +234,9 @@ def _as_saved_by(
     model: nn.Module, state: Mapping[str, Any], metadata: Mapping[str, Any] | None
 ) -> OrderedDict[str, Any]:
     """Return `state` for the model's own `load_state_dict`: with the versions of its modules, those of
-    today if AveragedModel's `metadata` does not say them, and without extra states.
+    today if AveragedModel's `metadata` does not say them.
     """
-    out = OrderedDict((name, value) for name, value in state.items() if not is_extra(name))
+    out = OrderedDict(state)
     if metadata is None:
         modules = model.named_modules(remove_duplicate=False)
         versions = {path: {"version": module._version} for path, module in modules}

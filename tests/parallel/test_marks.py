@@ -264,8 +264,13 @@ def test_buffers_of_columns_are_each_ranks_own_also_in_a_checkpoint(folder: Path
     assert dp or not differences(own, dict(again.named_buffers()))
     assert torch.equal(again.slopes, plain.slopes.chunk(2)[tp])
     assert steps_of(again, dp, 2) == losses
-    for call in (onefold.full_state_dict, lambda m: list(onefold.stream_params(m))):
-        with pytest.raises(ValueError, match="buffer"):
+    whole = plain.state_dict()
+    for call in (
+        onefold.full_state_dict,
+        lambda m: onefold.load_full_state_dict(m, whole),
+        lambda m: list(onefold.stream_params(m)),
+    ):
+        with pytest.raises(ValueError, match="of each buffer"):
             call(model)
     one = onefold.shard(Running(), onefold.Recipe.zero(0))
     with pytest.raises(onefold.CheckpointError, match="has other values of buffer"):

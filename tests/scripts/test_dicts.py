@@ -260,6 +260,30 @@ def test_a_models_own_code_of_loading_runs(stage: int) -> None:
     assert not first(differences(expected, onefold.full_state_dict(model)))
 
 
+class Counting(nn.Linear):
+    seen = 0
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state["seen"]
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_extra_states_of_modules_are_rank_0s_on_every_rank(stage: int) -> None:
+    model, other = (onefold.shard(Counting(4, 4), onefold.Recipe.zero(stage)) for _ in range(2))
+    model.seen = 3 - dist.get_rank()  # type: ignore[assignment]
+    state = onefold.full_state_dict(model)
+    assert not first(state) or state["_extra_state"] == {"seen": 3}
+    with pytest.raises(ValueError, match="1 are unknown"):
+        onefold.load_full_state_dict(other, first({**state, "odd": torch.ones(1)}))
+    assert other.seen == 0
+    assert onefold.load_full_state_dict(other, first(state)) == ([], [])
+    assert other.seen == 3
+
+
 class Renewed(nn.Linear):
     """Stores half of its weight; older versions, a quarter. It counts the extra states that it is given."""
 

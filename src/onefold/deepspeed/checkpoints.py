@@ -304,8 +304,10 @@ def write_whole(state: dict[str, Tensor], path: Path) -> None:
         if path.suffix == ".safetensors":
             from safetensors.torch import save_file
 
-            # safetensors refuses tensors that share memory: tied weights are written twice
-            save_file({name: t.clone().contiguous() for name, t in state.items()}, partial)
+            # safetensors refuses tensors that share memory: tied weights are written twice. It has no
+            # place for extra states of modules
+            tensors = {name: t for name, t in state.items() if isinstance(t, Tensor)}
+            save_file({name: t.clone().contiguous() for name, t in tensors.items()}, partial)
         else:
             torch.save(state, partial)
 

@@ -152,7 +152,7 @@ def beside_parameters(
 # return and take them without sharding. All are collective: every rank calls them.
 
 
-def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
+def full_state_dict(module: nn.Module) -> dict[str, Any]:
     """Return the whole state dict in master precision on rank 0's host, gathered one parameter at a
     time; {} on other ranks. Collective.
     """
@@ -167,7 +167,7 @@ def full_state_dict(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def whole_state_dict(
     engine: Engine, module: nn.Module, parts: HeldParts, items: Iterable[StateItem]
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Return the module's state dict on rank 0's host, with whole tensors for parameters; {} on
     other ranks. Collective.
 
@@ -182,17 +182,17 @@ def whole_state_dict(
         wholes = {name: whole for name, whole in found if whole is not None}
         with standing_in(engine, wholes) as shown:
             held = module.state_dict(keep_vars=True)
-        tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
         # Names of one tensor stay names of one: a file then holds it once
         values = {
             id(value): value.detach() if id(value) in shown else value.detach().cpu().clone()
-            for value in tensors.values()
+            for value in held.values()
+            if isinstance(value, torch.Tensor)
         }
-        return {name: values[id(value)] for name, value in tensors.items()}
+        return {name: values.get(id(value), value) for name, value in held.items()}
 
 
 def load_full_state_dict(
-    module: nn.Module, state_dict: Mapping[str, torch.Tensor] | None, strict: bool = True
+    module: nn.Module, state_dict: Mapping[str, Any] | None, strict: bool = True
 ) -> tuple[list[str], list[str]]:
     """Load rank 0's whole state dict (other ranks may give None). Collective. Returns the missing
     and the unexpected names.
@@ -204,9 +204,10 @@ def load_full_state_dict(
     engine = engine_of(module)
     engine.check_moment(_LOAD)
     engine.about_to_write()
+    engine.buffers.refuse_own(module, f"the dict of {_LOAD}()")
     given: dict[str, torch.Tensor] = {}
     loads = partial(take, engine, module, state_dict, strict, given)
-    missing, unexpected, incoming = said_by_first(engine, f"{_LOAD}()", loads)
+    missing, unexpected, incoming, extra = said_by_first(engine, f"{_LOAD}()", loads)
     parts, buffers = MasterParts(), persistent(module)
     with disable_torch_function(), torch.no_grad():
         for item in master_items(engine.entries):
@@ -220,6 +221,8 @@ def load_full_state_dict(
             {n for e in engine.entries if e.name in incoming for n in e.names}
             | (buffers.keys() - set(missing))
         )
+    for name, value in extra.items():
+        takes_extra_state(module)[name].set_extra_state(value)
     return missing, unexpected
 
 
@@ -230,10 +233,10 @@ def take(
     strict: bool,
     given: dict[str, torch.Tensor],
     buffers: bool = True,
-) -> tuple[list[str], list[str], list[str]]:
+) -> tuple[list[str], list[str], list[str], dict[str, Any]]:
     """Let rank 0's module load `state` by its own code, and put what it assigns to parameters into
-    `given`, by first name. Returns (missing names, unexpected names, names in `given`). `buffers`:
-    load these too.
+    `given`, by first name. Returns (missing names, unexpected names, names in `given`, extra
+    states, not set yet). `buffers`: load these too.
 
     Raises:
         ValueError: `state` does not fit; then nothing has been loaded.
@@ -250,7 +253,9 @@ def take(
         for key, b in m._buffers.items()
         if b is not None
     ]
-    by_hand = ""
+    by_hand, extra, taking = "", dict[str, Any](), takes_extra_state(module)
+    for name, each in taking.items():
+        each.__dict__["set_extra_state"] = partial(extra.__setitem__, name)
     with torch.no_grad(), standing_in(engine):
         try:
             missing, unexpected = module.load_state_dict(state, strict=False, assign=True)
@@ -262,6 +267,8 @@ def take(
             came = [(b, table[key]) for table, key, b in held]
             for table, key, b in held:
                 table[key] = b
+            for each in taking.values():
+                del each.__dict__["set_extra_state"]
         for entry in engine.entries:
             for places, attribute in entry.places:
                 param: Any = places[attribute]
@@ -269,7 +276,6 @@ def take(
                     given[entry.name] = param.detach()
                 elif param._version:
                     by_hand = entry.name
-    missing = sorted(name for name in missing if not is_extra(name))
     if by_hand:
         raise ValueError(
             f"the model's own code copies values into {by_hand!r}, which has no memory here: load"
@@ -284,4 +290,4 @@ def take(
     for buffer, new in came if buffers else ():
         if new is not buffer:
             local_of(buffer).copy_(local_of(new))  # type: ignore[arg-type]
-    return missing, sorted(unexpected), list(given)
+    return sorted(missing), sorted(unexpected), list(given), extra
