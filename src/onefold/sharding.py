@@ -100,15 +100,16 @@ def shard(
     recipe = with_replicas(recipe, ranks)
     where = _device(module, device, at_once=ranks.size == 1)
     incoming, names = None, set[str]()
-    if weights is not None:
-        from onefold.pretrained.weights import Weights
-
-        incoming = Weights(weights, module, where, makes_up=init is not None)
-        names = set(incoming.names)
-    specs = find_units(module, units if units is not None else recipe.units)
-    mark_partial(specs, partial, ranks)
-    refuse_max_norm(module, ranks.size == 1)
     with contextlib.ExitStack() as undo:  # if anything below raises
+        if weights is not None:
+            from onefold.pretrained.weights import Weights
+
+            incoming = Weights(weights, module, where, makes_up=init is not None)
+            undo.callback(incoming.close)
+            names = set(incoming.names)
+        specs = find_units(module, units if units is not None else recipe.units)
+        mark_partial(specs, partial, ranks)
+        refuse_max_norm(module, ranks.size == 1)
         all_ranks = Group.over(ranks, where, recipe.stall_timeout, recipe.inner)
         undo.callback(all_ranks.close)
         engine = Engine(specs, recipe, all_ranks, where, Capabilities())
@@ -154,8 +155,8 @@ def shard(
             for note in notes(engine, sizes, device is not None):
                 logging.getLogger("onefold").warning(note)
         if incoming is not None:
-            with contextlib.closing(incoming):
-                incoming.load_shards(engine, module)
+            incoming.load_shards(engine, module)
+            incoming.close()
         engines[module] = engine
         engine.finalizer = weakref.finalize(module, _close, engine)
         undo.pop_all()
@@ -175,12 +176,14 @@ def unshard(module: nn.Module) -> nn.Module:
 
     Raises:
         ValueError: this recipe does not support it (offloaded, encoded, DTensors).
-        RuntimeError: it was called inside a pass or another context, or gradients wait to be reduced.
+        RuntimeError: it was called inside a pass or another context, gradients wait to be reduced, or
+            something has no value yet.
     """
     engine = engine_of(module)
     _refuse_unless_possible(engine)
     engine.about_to_write()
     engine.transfers.check()
+    engine.uninitialized.refuse("unshard() would leave")
     for optimizer in list(met):  # what they hold is of this rank's parts
         for entry in engine.entries:
             optimizer.state.pop(entry.param, None)
@@ -302,12 +305,15 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
     devices = {p.device for p in module.parameters() if not p.is_meta}
     if device is not None:
         where = with_index(device)
-        if devices - {where} and at_once:
-            module.to(where)
-        elif devices - {where}:
-            for param in module.parameters():
+        if devices - {where}:
+            for param in () if at_once else module.parameters():
                 param.grad = None  # laying out drops it; `_apply` would move it first
-            module._apply(lambda t: t if isinstance(t, nn.Parameter) else t.to(where))
+
+            def moved(t: torch.Tensor) -> torch.Tensor:
+                stays = t.is_meta or (not at_once and isinstance(t, nn.Parameter))
+                return t if stays else t.to(where)
+
+            module._apply(moved)
         return where
     if len(devices) > 1:
         raise ValueError(

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import onefold
+import standin
+import virtual
 from on_ranks import on_ranks, slow
 from reference import built, differences, sgd, train
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
@@ -104,6 +106,20 @@ def test_a_meta_model_is_never_whole() -> None:
     grown = peak_resident() - before
     model(features_of(0, 2, 16))
     assert grown <= total // 4 + 4 * (total // 16) + (8 << 20), grown
+
+
+@pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
+@on_ranks(2, fresh=True)
+def test_a_model_partly_on_the_meta_device_moves_to_another_device() -> None:
+    virtual.start(seed=0)
+    standin.register("cpu", "virtual")
+    for group in (dist.new_subgroups(1)[0], standin.new_group()):
+        with torch.device("meta"):
+            model: Any = Model()
+        model.head = nn.Linear(8, 2)
+        onefold.shard(model, recipe(3), group=group, init=fill, device="virtual")
+        held = {t.device.type for t in (*model.parameters(), *model.buffers())}
+        assert held == {"virtual"}
 
 
 # -- loaded later ----------------------------------------------------------------------------------
@@ -202,6 +218,7 @@ def test_a_meta_model_is_loaded_after_it_was_sharded(stage: int, way: Any, folde
         lambda: onefold.save(folder / "none", model=model),
         lambda: onefold.export(model, str(folder / "out")),
         lambda: onefold.full_params(model).__enter__(),
+        lambda: onefold.unshard(model),
     ]
     for use in uses:
         said = said_by(use)

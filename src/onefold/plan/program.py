@@ -600,7 +600,11 @@ class Program:
         leaves = flat.tiers is not None
         if leaves and flat.own:
             self._leaves(flat, done, again)
-        kept = 0 if leaves or again or flat.only_padding else nbytes // flat.landed.itemsize * d.master.itemsize
+        kept = (
+            0
+            if leaves or again or flat.only_padding
+            else nbytes // flat.landed.itemsize * d.master.itemsize
+        )
         if flat.broadcast_back:
             self.sent_on.append((nbytes, kept))
             return

@@ -131,7 +131,6 @@ class Weights:
                     " adapters of peft other than plain LoRA in memory."
                 )
         except Exception as error:
-            self.close()
             self.error = error
 
     def settle(self, engine: Engine) -> None:
