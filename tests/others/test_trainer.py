@@ -207,6 +207,9 @@ def test_the_scale_of_fp16_grows_skips_and_goes_on(folder: Path) -> None:
     assert skipped[0] and not all(skipped), scales
     rates = ours.rates
     assert [a == b for a, b in zip(rates, rates[1:], strict=False)] == skipped
+    ours.trainer.train()
+    scaler = ours.trainer.accelerator.scaler
+    assert ours.trainer.optimizer.scaler is scaler, "gradients are unscaled twice"
 
 
 # -- beside training -------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ class TrainerMixin(_Host):
         If the gradients of any rank overflow, all ranks skip the step.
         """
         accelerator = self.accelerator
-        own = getattr(accelerator.scaler, "_engine", None) is onefold.engine_of(self.model)
+        own = getattr(accelerator.scaler, "_engines", None) == [onefold.engine_of(self.model)]
         if self.recipe.parameters.dtype != torch.float16:
             accelerator.scaler = None
         elif not own:  # the scaler is accelerate's own, or belongs to another model
