@@ -209,6 +209,9 @@ def test_what_cannot_be_is_told(folder: Path) -> None:
     }.items():  # fmt: skip
         with pytest.raises(Failed, match=f"(?s){words}"):
             call()
+    meta = onefold.shard(made(folder, None, device="meta"), recipe())
+    with pytest.raises(onefold.UninitializedError, match="export_merged"):
+        onefold.pretrained.export_merged(meta, folder / "out")
     assert not (folder / "out").exists()
 
 

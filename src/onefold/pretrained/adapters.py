@@ -307,6 +307,8 @@ def export_merged(
     merging, of = Merging.of(model), origins_of(engine, model)
     outline = merging.outline
     beside = partial(save_beside, merging.base, dtype or first_dtype(outline), tokenizer)
+    engine.uninitialized.refuse("export_merged() would write")
+    engine.buffers.refuse_own(model, "export_merged()")
     parts = MasterParts()
     merged: dict[str, Origin] = {
         plain: partial(merging.merge, parts, of, own) if own in merging.factors else of[own]
