@@ -67,6 +67,9 @@ def test_a_contradiction_of_the_whole_file_is_told(tmp_path: Path) -> None:
     assert run(tmp_path, given).exit_code == 0
     done = run(tmp_path, given, "--ranks", "2")
     assert done.exit_code == 1 and "refusal " in done.output
+    zero = {"stage": 3, "zero_quantized_gradients": True}
+    given = {"zero_optimization": zero, "data_types": {"grad_accum_dtype": "bf16"}}  # no recipe
+    assert run(tmp_path, given).exit_code == 1
 
 
 def test_the_command_prints_classes_and_json(tmp_path: Path) -> None:

@@ -472,6 +472,7 @@ def explain(config: Any, world_size: int | None = None) -> Explanation:
     found = read(config)
     try:
         meant = DeepSpeedConfig(found, ranks=world_size or 0)
+        meant.recipe()
     except (ValueError, NotImplementedError) as error:
         alone = all(o.outcome != "refused" for o in found.outcomes)
         return Explanation(found.outcomes, str(error) if alone else None)
