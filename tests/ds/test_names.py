@@ -18,6 +18,8 @@ import torch
 
 from ds.engines import served, warnings_of
 from on_ranks import on_ranks, slow
+from reference import built
+from zoo import TinyMLP
 
 #: Modules that scripts import from; `dir` of each lists what is served there.
 MODULES = [
@@ -71,6 +73,21 @@ def test_every_name_that_a_module_lists_is_there() -> None:
     everything: dict[str, Any] = {}
     exec("from deepspeed.utils import *", everything)
     assert {"safe_get_full_grad", "RepeatingLoader"} <= everything.keys()
+
+
+@on_ranks(1)
+def test_functions_take_deepspeeds_arguments() -> None:
+    ds, model = served(), built(TinyMLP)
+    utils, adam = ds.utils, ds.ops.adam
+    assert utils.set_z3_leaf_modules_by_name(model, module_names=["leave"]) == ([model.leave], [])
+    ups = utils.set_z3_leaf_modules_by_suffix(model, module_name_suffixes=[".up"])[0]
+    assert ups == [block.up for block in model.blocks]
+    for made, kind in (
+        (adam.FusedAdam(model.parameters(), 0.1, True, (0.8, 0.9), 1e-6, False, 0.2), "Adam"),
+        (adam.DeepSpeedCPUAdam(model.parameters(), 0.1, True, (0.8, 0.9), 1e-6, 0.2), "AdamW"),
+    ):
+        found = [made.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")]
+        assert type(made).__name__ == kind and found == [0.1, (0.8, 0.9), 1e-6, 0.2]
 
 
 @on_ranks(1)

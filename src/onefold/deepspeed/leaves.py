@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -113,9 +112,24 @@ def unset_z3_leaf_modules(
     return _mark("classes", model, leaf_module_classes, False, raise_if_not_found)[0]
 
 
-#: Mark the modules of these names in `named_modules()`, or those whose names end so: see `_mark`.
-set_z3_leaf_modules_by_name = partial(_mark, "names")
-set_z3_leaf_modules_by_suffix = partial(_mark, "name_suffixes")
+def set_z3_leaf_modules_by_name(
+    model: nn.Module,
+    module_names: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules of these names in `named_modules()`: see `_mark`."""
+    return _mark("names", model, module_names, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module,
+    module_name_suffixes: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose names end so: see `_mark`."""
+    return _mark("name_suffixes", model, module_name_suffixes, flag, raise_if_not_found)
 
 
 def mark_configured(model: nn.Module, section: LeafModules, optimizer: Any) -> None:

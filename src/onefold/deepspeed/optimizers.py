@@ -102,8 +102,13 @@ class _Made(metaclass=_Kind):
     """
 
     type = ""
+    #: The names of further arguments by position, after `lr`.
+    order = ""
 
-    def __new__(cls, params: Iterable[Any] = (), lr: float | None = None, **options: Any) -> Any:
+    def __new__(
+        cls, params: Iterable[Any] = (), lr: float | None = None, *more: Any, **options: Any
+    ) -> Any:
+        options |= zip(cls.order.split(), more, strict=False)
         params = options.pop("model_params", params)
         if "adamw_mode" in options:
             options["adam_w_mode"] = options.pop("adamw_mode")
@@ -117,24 +122,28 @@ class FusedAdam(_Made):
     """`torch.optim.AdamW`, or `Adam` if `adam_w_mode` is false, by DeepSpeed's name."""
 
     type = "Adam"
+    order = "bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
 
 
 class DeepSpeedCPUAdam(_Made):
     """`torch.optim.AdamW`, or `Adam` if `adamw_mode` is false, by DeepSpeed's name."""
 
     type = "Adam"
+    order = "bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states"
 
 
 class DeepSpeedCPUAdagrad(_Made):
     """`torch.optim.Adagrad`, by DeepSpeed's name."""
 
     type = "Adagrad"
+    order = "eps weight_decay"
 
 
 class DeepSpeedCPULion(_Made):
     """Lion of lion-pytorch, by DeepSpeed's name."""
 
     type = "Lion"
+    order = "betas weight_decay"
 
 
 FusedLion = DeepSpeedCPULion  # DeepSpeed's name for the GPU
