@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import looks
 from ds.engines import (
     RATE,
     STAGES,
@@ -141,6 +142,14 @@ def test_autocast_of_the_json_computes_as_ddp_under_autocast() -> None:
         mine, theirs = beside(engine, plain, optimizer, 3, auto=torch.bfloat16)
         assert mine[0] == theirs[0] and mine == pytest.approx(theirs, rel=1e-2)
         assert mine[-1] != mine[0]
+    model, sent = built(normed), []
+    for more in ({}, {"torch_autocast": section}, {}):  # the recipe is the same
+        for each in (model, built(normed)):
+            engine = made(2, each, **more)
+            looks.watch(engine.module)
+            engine.backward(loss_of(engine(batch(0))))
+            sent.append(sum(looks.sent(engine.module).values()))
+    assert sent[0::2] == sent[1::2] and sent[2] < sent[0] == sent[4]
     with pytest.raises(ValueError, match="names 'Linear', and there is no such class"):
         made(0, torch_autocast={**section, "lower_precision_safe_modules": ["Linear"]})
 

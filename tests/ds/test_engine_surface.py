@@ -4,6 +4,7 @@ schedules of all kinds, and what scripts ask of it.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import math
@@ -203,6 +204,9 @@ def test_muon_of_the_json_steps_hidden_matrices_as_torchs_and_the_rest_by_adamw(
             engine.backward(scores_off(engine, index))
             engine.step()
         assert not differences(weights(plain), weights(engine.module), 1e-4, 1e-5), stage
+        said = pytest.raises(NotImplementedError, match="on the rank that steps this matrix")
+        with said if stage else contextlib.nullcontext():  # on every rank
+            served().utils.safe_get_full_optimizer_state(engine.first.weight, "momentum_buffer")
 
 
 # -- schedules -------------------------------------------------------------------------------------
@@ -314,6 +318,14 @@ def test_save_pretrained_of_any_class_writes_the_whole_model_on_rank_0_only(fold
         dist.barrier()
         assert {file.name for file in folder.glob("*.pt")} == {"0.0.pt", "0.1.pt"}
         assert not differences(expected, torch.load(folder / "0.1.pt"))
+    # They are the class's own again without the engine, and at stage 3
+    module = onefold.unshard(made(2, built(Writes)).module)
+    assert not differences(expected, module.state_dict())
+    (folder / "own").mkdir(exist_ok=True)
+    module.save_pretrained(folder / "own", 1)
+    assert (folder / "own" / f"{dist.get_rank()}.0.pt").exists()
+    with pytest.raises(RuntimeError, match="full_state_dict"):
+        made(3, made(2, module).module).module.state_dict()
     module = made(1, built(kind)).module
     module.save_pretrained(folder / "hub")
     dist.barrier()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import looks
 import onefold
+import standin
 from on_ranks import on_ranks, slow
 from zoo import TinyMLP
 
@@ -104,3 +105,14 @@ def test_an_engine_of_deepspeeds_configuration_takes_nodes_for_groups() -> None:
     }
     engine, *_ = onefold.initialize(model=TinyMLP(8, 24, 2, 6), config=config)
     assert looks.groups(engine.module) == 2
+
+
+@on_ranks(4)
+def test_a_configuration_that_came_to_native_sums_keeps_its_engine_when_it_is_given_again() -> None:
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}}
+    model, group, found = TinyMLP(), standin.new_group([0, 1, 2]), list[Any]()
+    for _ in range(2 if dist.get_rank() < 3 else 0):
+        onefold.initialize(model=model, config=config, group=group)
+        found.append(looks.engine(model))
+    assert all(one.recipe.reduce == "native" and one is found[0] for one in found)

@@ -47,22 +47,30 @@ SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
-def mark_for_the_wire(model: nn.Module, dtype: torch.dtype, modules: Sequence[str] | None) -> None:
-    """Let gradients of the safe modules travel in the autocast's dtype. Call it before `shard`.
+def mark_for_the_wire(
+    model: nn.Module, dtype: torch.dtype | None, modules: Sequence[str] | None
+) -> bool:
+    """Let gradients of the safe modules travel in the autocast's dtype, and no others. Call it before
+    `shard`. Returns whether they traveled otherwise before.
 
     Args:
+        dtype: None if there is no autocast.
         modules: full names of their classes; None takes `SAFE_MODULES`.
 
     Raises:
         ValueError: a class of `lower_precision_safe_modules` cannot be imported.
     """
     safe = SAFE_MODULES if modules is None else tuple(map(_imported, modules))
-    for module in model.modules():
-        if type(module) not in safe:
-            continue
-        for parameter in module.parameters(recurse=False):
-            marks: dict[str, Any] = parameter.__dict__
-            marks[PARAM_COMM_DTYPE_ATTR_NAME] = marks["_onefold_wire"] = dtype
+    marked = [m for m in model.modules() if dtype is not None and type(m) in safe]
+    lower = {id(p) for module in marked for p in module.parameters(recurse=False)}
+    differ = False
+    for parameter in model.parameters():
+        marks, wanted = parameter.__dict__, dtype if id(parameter) in lower else None
+        differ |= marks.pop("_onefold_wire", None) != wanted
+        marks.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
+        if wanted is not None:
+            marks[PARAM_COMM_DTYPE_ATTR_NAME] = marks["_onefold_wire"] = wanted
+    return differ
 
 
 def _imported(name: str) -> type:

@@ -196,7 +196,11 @@ def _configuration(
 def _shard(
     model: nn.Module, recipe: Recipe, settings: DeepSpeedConfig, group: Any, units: Any
 ) -> None:
-    if is_sharded(model) and (engine_of(model).unsharded or engine_of(model).recipe != recipe):
+    safe = settings.torch_autocast.lower_precision_safe_modules
+    differs = mark_for_the_wire(model, settings.autocast, safe)
+    if is_sharded(model) and (
+        differs or engine_of(model).unsharded or engine_of(model).asked != recipe
+    ):
         unshard(model)
     if not is_sharded(model):
         for param in model.parameters():
@@ -207,9 +211,6 @@ def _shard(
             for param in model.parameters():
                 if param.dtype in LOW:
                     declare(param, COMPUTE_DTYPES[settings.precision])
-        if settings.autocast is not None:
-            safe = settings.torch_autocast.lower_precision_safe_modules
-            mark_for_the_wire(model, settings.autocast, safe)
         device = None  # without an accelerator the model stays where it is
         if available():
             device = of_local_rank(default_device().type, get_local_rank())
@@ -247,7 +248,8 @@ def _meet_hosts(engine: DeepSpeedEngine, configured: bool) -> None:
 def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
     """Make `module.state_dict()` return the whole model on rank 0, and an empty dict on the others.
 
-    Below stage 3, callers expect the whole model there. Every rank must call it.
+    Below stage 3, callers expect the whole model there. Every rank must call it. It is the class's own
+    again once the model is sharded at stage 3, or no longer.
     """
     ref, dtype = weakref.ref(engine.module), engine.compute_dtype()
     plain = type(engine.module).state_dict
@@ -255,7 +257,8 @@ def _give_whole_state_dicts(engine: DeepSpeedEngine) -> None:
     def state_dict(*args: Any, **kwargs: Any) -> Any:
         module = ref()
         assert module is not None
-        if args or kwargs or engine_of(module).full_params_depth:
+        engine = engine_of(module) if is_sharded(module) and not (args or kwargs) else None
+        if engine is None or engine.full_params_depth or engine.recipe.parameters.sharded:
             return plain(module, *args, **kwargs)
         return whole_in(module, dtype, False)
 
@@ -279,7 +282,7 @@ def _leave_writing_to_first(engine: DeepSpeedEngine) -> None:
         model: Any = ref()
         by_position = (value for value in args if isinstance(value, Mapping))
         state = kwargs.get("state_dict", next(by_position, None))
-        if state is not None or not asks:
+        if state is not None or not asks or not is_sharded(model):
             return None if state == {} else plain(model, save_directory, *args, **kwargs)
         gathers = model.state_dict
         whole = gathers()

@@ -181,7 +181,7 @@ class Strategy(DDPStrategy):
         """Shard the module, unless it is sharded already. Collective."""
         module = self._module()
         if is_sharded(module):
-            if engine_of(module).recipe != self.recipe:
+            if engine_of(module).asked != self.recipe:
                 raise ValueError(
                     "this module is sharded by another recipe already. Give Trainer the strategy"
                     " that it was sharded by, or a fresh module and ckpt_path= of a checkpoint,"

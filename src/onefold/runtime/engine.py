@@ -122,10 +122,10 @@ class Engine:
     """What `onefold.engine_of(module)` returns.
 
     Attributes:
-        recipe: what it executes. units: its units, the root first.
+        recipe: what it executes. asked: the recipe before `Recipe.with_sums`.
+        units: its units, the root first.
         mesh: the axes of the ranks. group: all ranks of the mesh.
         number: of the engines of this process; the same on all ranks.
-        decides_sums: the recipe leaves to Onefold who adds gradients up (`Recipe.with_sums`).
         traffic: payload bytes sent by this rank. memory: bytes held by the engine on this rank's
             device.
         transfers: what the engine holds on the host and on NVMe, and what it moves there and back.
@@ -178,9 +178,8 @@ class Engine:
                 "reduce='native' asks for the backend's own reduce-scatter, and gloo has none:"
                 " leave it out, or run on a backend that has one, such as NCCL."
             )
-        self.decides_sums = recipe.reduce is None
-        recipe = recipe.with_sums(self.group.native, self.group.flat_over_nodes)
-        self.recipe = recipe
+        self.asked = recipe
+        self.recipe = recipe = recipe.with_sums(self.group.native, self.group.flat_over_nodes)
         self.step_count, self.writes, self.synced = 0, 0, True
         self.holds_whole = self.pending = self.graded = False
         self.follower: PassFollower | None = None

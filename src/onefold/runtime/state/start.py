@@ -64,7 +64,7 @@ def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[
         )
     if group.shared.inner is None and group.flat_over_nodes:
         yield flat_note(group.ranks, group.nodes)
-    if engine.decides_sums and recipe.reduce == NATIVE:
+    if engine.asked.reduce is None and recipe.reduce == NATIVE:
         yield (
             "gradients are added by the backend, in the dtype of the wire (reduce='native'), since"
             f" exchanges are flat over {len(set(group.nodes))} hosts: in rank order they would send"
