@@ -24,7 +24,9 @@ from ds.engines import (
     loss_of,
     made,
     masters,
+    served,
     some,
+    train,
     whole_gradients,
 )
 from on_ranks import on_ranks
@@ -160,6 +162,20 @@ def test_before_the_boundary_a_full_gradient_is_the_ranks_own() -> None:
             loss_of(engine(batch(0))).backward()
             (loss_of(plain.model(batch(0))) / (4 if json else 1)).backward()
         assert apart(whole_gradients(engine), plain.own_gradients()) < 1e-5
+        weight = engine.enter.weight
+        with pytest.raises(RuntimeError, match="after the last micro-batch"):
+            served().utils.safe_set_full_grad(weight, torch.zeros(weight.shape))
+
+
+@on_ranks(2)
+def test_a_step_without_a_pass_applies_no_gradient_again() -> None:
+    for stage, clip in ((0, 0.0), (3, 0.05)):
+        engine = made(stage, gradient_clipping=clip)
+        train(engine, range(1))
+        before = masters(engine)
+        assert any(grad.any() for grad in whole_gradients(engine)), "they stay until then"
+        engine.step()
+        assert all(map(torch.equal, before, masters(engine)))
 
 
 @on_ranks(2)

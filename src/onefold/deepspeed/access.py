@@ -25,7 +25,7 @@ from onefold.runtime.parameters.interval import (
     owner_of,
     spec_of,
 )
-from onefold.runtime.parameters.values import Elsewhere, Unreduced
+from onefold.runtime.parameters.values import Elsewhere, Unreduced, unreduced_error
 from onefold.runtime.parts import MasterParts, master_items
 
 __all__ = [
@@ -49,8 +49,8 @@ _SAID = {_GRADIENT: "the gradient", _MASTERS: "the master weights"}
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """Call it between `backward` and `step`, because `step` clears the gradients. Where the gradient
-    is not reduced yet (before the boundary, under `no_sync`), this is the rank's own.
+    """The gradients of a step are there until the next pass. Where the gradient is not reduced yet
+    (before the boundary, under `no_sync`), this is the rank's own.
     """
     entry, engine = owner_of(param)
     if entry is not None and (own := engine.reduce.whole_waiting(entry)) is not None:
@@ -60,7 +60,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return _whole(param, _MASTERS, _held(param, _MASTERS)) if param.requires_grad else None
+    return _whole(param, _MASTERS, _held(param, _MASTERS))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -81,7 +81,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return _local(param, _MASTERS) if param.requires_grad else None
+    return _local(param, _MASTERS)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -146,6 +146,8 @@ def _held(param: nn.Parameter, what: str) -> Tensor | None:
     """
     entry, _ = owner_of(param)
     held: Any = param.grad if what == _GRADIENT else param
+    if what == _MASTERS and not param.requires_grad:
+        return None
     if isinstance(held, Unreduced):
         return held.own
     if isinstance(held, Elsewhere):
@@ -158,6 +160,13 @@ def _held(param: nn.Parameter, what: str) -> Tensor | None:
             return MasterParts().values(entry, "", *entry.owned())
         if what in _SAID:
             return None if held is None else held.detach().as_subclass(Tensor)
+        divided = entry is not None and not entry.flat.whole_master
+        if divided and any(OptimizerParts(o).owned(entry) for o in _optimizers_of(param)):
+            raise NotImplementedError(
+                f"the state {what!r} of {entry.name!r} is whole on the rank that steps this matrix,"
+                " and is not read or written by parts: call optimizer.state_dict() on every rank,"
+                " which returns whole states on the first."
+            )
         optimizer = _with_state(param, what)
         if optimizer is None:
             return None
@@ -223,8 +232,10 @@ def _overwrite(param: nn.Parameter, what: str, value: Tensor) -> None:
         ValueError: they do not exist, or `value` has another number of elements.
     """
     held, (entry, engine) = _held(param, what), owner_of(param)
+    if what == _GRADIENT and isinstance(param.grad, Unreduced):
+        raise unreduced_error("safe_set_full_grad or safe_set_local_grad", entry.slot.name)
     on_disk = what == _GRADIENT and isinstance(param.grad, Elsewhere)
-    if held is None and _is_elsewhere(param):
+    if held is None and what != _MASTERS and _is_elsewhere(param):
         return
     if held is None:
         raise ValueError(

@@ -288,6 +288,7 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
 
     def _optimizer_step(self, lr_kwargs: dict[str, Any]) -> None:
+        self._drop_stepped()
         onefold.engine_of(self.module).reduce_pending()
         zero = self.settings.zero_config
         if zero.stage in (1, 2) and not zero.ignore_unused_parameters:
@@ -578,10 +579,6 @@ class DeepSpeedEngine(nn.Module):
         """
         return checkpoints.whole_in(self.module, torch.float32, exclude_frozen_parameters)
 
-    def _get_optimizer_ckpt_name(self, checkpoints_path: Any, tag: str, rank: int = 0) -> str:
-        """Return the folder of a checkpoint's optimizer states: one folder holds all of it."""
-        return os.path.join(checkpoints_path, tag)
-
     # -- what else may be asked of it ----------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
@@ -612,8 +609,11 @@ class DeepSpeedEngine(nn.Module):
 
     @property
     def data_parallel_group(self) -> Any:
-        """The process group of all ranks; None without torch.distributed."""
-        return dist.group.WORLD if dist.is_initialized() else None
+        """The process group that `initialize` was given, else that of all ranks; None without
+        torch.distributed.
+        """
+        own = onefold.engine_of(self.module).mesh.group
+        return dist.group.WORLD if own is None and dist.is_initialized() else own
 
     def compile(self, backend: Any = None, compile_kwargs: Any = None, **others: Any) -> None:
         """Compile the module's forward pass with `torch.compile`."""
