@@ -355,6 +355,45 @@ def test_a_write_inside_a_context_that_reads_is_kept_and_nothing_else_changes(
 
 
 @on_ranks(2)
+def test_after_an_error_parameters_are_as_they_were(folder: Path) -> None:
+    gathered, model = served().zero.GatheredParameters, built(TinyMLP)
+    model.gain = nn.Parameter(torch.empty(4, device="meta"))
+    made(3, model)
+    weight, gain = model.enter.weight, model.gain
+    for context in (gathered(model), gathered(gain)):
+        with pytest.raises(onefold.UninitializedError), context:
+            pass
+    with pytest.raises(onefold.UninitializedError):
+        gain.all_gather()
+    assert is_divided(weight) and is_divided(gain)
+    with onefold.full_params(model, write=True), torch.no_grad():
+        model.gain.fill_(0.5)
+    with gathered(model):
+        assert (gain == 0.5).all() and torch.equal(weight, built(TinyMLP).enter.weight)
+    disk = {"device": "nvme", "nvme_path": str(folder)}
+    engine = made(3, zero={"offload_optimizer": disk, "offload_param": disk})
+    weight = engine.enter.weight
+    weight.all_gather()
+    with pytest.raises(NotImplementedError, match="modifier_rank"):
+        weight.partition(has_been_updated=True)
+    weight.partition()
+    assert is_divided(weight)
+
+
+@on_ranks(3)
+def test_a_modifier_is_counted_in_the_group_of_the_engine() -> None:
+    last, groups = dist.get_rank() != 1, [dist.new_group([0]), dist.new_group([1, 2])]
+    group = groups[dist.get_rank() > 0]
+    for stage in (1, 3):
+        engine, *_ = served().initialize(model=built(TinyMLP), config=json_of(stage), group=group)
+        assert engine.data_parallel_group is group
+        weight, modifier = engine.enter.weight, group.size() - 1
+        with served().zero.GatheredParameters(weight, modifier_rank=modifier), torch.no_grad():
+            weight.fill_(0.5 if last else 7.0)
+        assert (masters(engine)[0] == 0.5).all()
+
+
+@on_ranks(2)
 def test_a_model_is_taken_over_from_another_engine() -> None:
     expected = None
     for stages in ([3], [3, 3], [0, 3], [3, 2, 3]):
@@ -452,6 +491,9 @@ def read_and_write(stage: int, tier: str, folder: str, precision: str) -> None:
             utils.safe_set_local_optimizer_state(mine, state * 2, key)
             own.state[theirs][key] = 2 * (new + at)
     steps()
+    frozen = engine.module[1].weight
+    with pytest.raises(ValueError, match="no master weights"):  # on every rank
+        utils.safe_set_full_fp32_param(frozen, torch.zeros(frozen.shape))
     if dist.get_rank() == 0:  # a rank may ask for its own elements alone
         utils.safe_get_local_fp32_param(trained[0][0])
     passes()

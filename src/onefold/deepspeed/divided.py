@@ -217,10 +217,12 @@ def hide(param: nn.Parameter, values: Tensor) -> None:
         param.__class__ = DividedParameter
 
 
-def broadcast(tensor: Tensor, source: int) -> None:
-    """Broadcast `source`'s values, by way of the accelerator if the backend needs that."""
-    there = tensor.to(_wire(tensor.device)).contiguous()
-    dist.broadcast(as_bytes(there), src=source)
+def broadcast(tensor: Tensor, source: int, group: Any = None) -> None:
+    """Broadcast the values of the `source`th rank of a group (None: of all ranks), by way of the
+    accelerator if the backend needs that.
+    """
+    there = tensor.to(_wire(tensor.device, group)).contiguous()
+    dist.broadcast(as_bytes(there), group=group, group_src=source)
     if there is not tensor:
         tensor.copy_(there)
 
@@ -267,10 +269,10 @@ def leave(error: BaseException) -> None:
             agree(f"rank {dist.get_rank()} ended with {type(error).__name__}: {error}"[:500])
 
 
-def _wire(device: torch.device) -> torch.device:
+def _wire(device: torch.device, group: Any = None) -> torch.device:
     """Return the device from which the backend can send a tensor on `device`."""
     # "cuda:nccl", also of a group that was made without naming a backend
-    kinds = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
+    kinds = [part.partition(":")[0] for part in dist.get_backend_config(group).split(",")]
     if device.type == "cpu" and "cpu" not in kinds and available():
         return default_device()
     return device

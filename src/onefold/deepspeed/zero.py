@@ -290,7 +290,8 @@ class GatheredParameters:
 
     Args:
         params: a parameter, several, or a module. Those that are whole already are left alone.
-        modifier_rank: the rank whose changes are kept on leaving; None keeps none.
+        modifier_rank: the rank whose changes are kept on leaving, counted in the group that
+            `initialize` was given; None keeps none.
         fwd_module: accepted; see `register_external_parameter`.
         enabled: False does nothing.
 
@@ -311,8 +312,16 @@ class GatheredParameters:
         self.modifier_rank = modifier_rank
         self._params = _ordered(params, modifier_rank is not None) if enabled else []
         self._wholes: list[Engine] = []
+        self._checked: list[tuple[nn.Parameter, int]] = []
 
     def __enter__(self) -> None:
+        try:
+            self._enter()
+        except BaseException as error:
+            self.__exit__(type(error), error, None)
+            raise
+
+    def _enter(self) -> None:
         early: list[nn.Parameter] = []
         fresh: dict[Engine, list[Entry]] = {}
         for param in self._params:
@@ -377,7 +386,8 @@ class GatheredParameters:
                 inside.depth -= 1
                 ends = not inside.depth
                 if writes and not alone() and not (ends and EARLY in param.__dict__):
-                    broadcast(param.data, source)
+                    _, engine = owner_of(param)
+                    broadcast(param.data, source, engine and engine.mesh.group)
                 if writes:
                     inside.kept = param.data if ends else param.data.clone()
                     inside.version = param._version
@@ -404,8 +414,9 @@ def all_gather(param: nn.Parameter, param_list: Any = None, **options: Any) -> N
     """Make the parameters whole until `partition`. Collective."""
     for one in param_list or [param]:
         if _CALLED not in one.__dict__:
-            context = one.__dict__[_CALLED] = GatheredParameters([one])
+            context = GatheredParameters([one])
             context.__enter__()
+            one.__dict__[_CALLED] = context
 
 
 def partition(
@@ -413,11 +424,12 @@ def partition(
 ) -> None:
     """Undo `all_gather`. With `has_been_updated` the changes of rank 0 are kept. Collective."""
     for one in param_list or [param]:
-        if (context := one.__dict__.pop(_CALLED, None)) is None:
+        if (context := one.__dict__.get(_CALLED)) is None:
             continue
         if has_been_updated:
-            context.modifier_rank = 0
             _refuse_unwritable([e for p in context._params if (e := entry_of(p)) is not None])
+            context.modifier_rank = 0
+        del one.__dict__[_CALLED]
         context.__exit__(None, None, None)
 
 
