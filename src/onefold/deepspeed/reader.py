@@ -106,22 +106,19 @@ def _tags(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if p.is_dir() and _is_tag(p))
 
 
-def _chosen(path: Path, tag: str | None) -> Path:
+def _chosen(path: Path) -> Path:
     """Return the tag folder: `path` itself, or one in it."""
     if not path.is_dir():
         raise CheckpointError(
             f"{path} is no folder: give the one that was given to DeepSpeed's save_checkpoint."
         )
-    if tag is None and _is_tag(path):
+    if _is_tag(path):
         return path
-    who = f"the tag {tag!r} was given"
-    if tag is None:
-        tag = named_in(path) or ""
-        who = f"its file 'latest' names {tag!r}"
+    tag = named_in(path) or ""
     if tag not in (tags := _tags(path)):
         raise CheckpointError(
-            f"{path}: {who}, but there is no such checkpoint in it. There are:"
-            f" {', '.join(tags) or 'none'}."
+            f"{path}: its file 'latest' names {tag!r}, but there is no such checkpoint in it. There"
+            f" are: {', '.join(tags) or 'none'}."
         )
     return path / tag
 
@@ -335,7 +332,6 @@ class DeepSpeedSource(Source):
 
     Args:
         path: the folder that was given to DeepSpeed's `save_checkpoint`, or a tag folder in it.
-        tag: the tag folder's name in `path`; None takes the one that the file `latest` names.
 
     Attributes:
         folder: the tag folder.
@@ -354,8 +350,8 @@ class DeepSpeedSource(Source):
     form = "DeepSpeed"
     folder: Path
 
-    def __init__(self, path: Path | str, tag: str | None = None) -> None:
-        self.folder = _chosen(Path(path), tag)
+    def __init__(self, path: Path | str) -> None:
+        self.folder = _chosen(Path(path))
         self.files = _files(self.folder)
         files = self.files
         self._model = cache(lambda rank: read_pickle(files["model"][rank]))

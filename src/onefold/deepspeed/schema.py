@@ -60,7 +60,6 @@ TRACE = Inert(
 SAVES = Inert(
     "it concerns DeepSpeed's files; Onefold's checkpoints load at any stage and on any number of ranks"
 )
-GATHERS = Inert("save_16bit_model always gathers")
 HOST = Inert("torch's own optimizers run the step on the host, with torch's threads")
 NVME = Inert(
     "blocks and states on NVMe are read ahead of their use and written behind it, 8 MiB to a thread"
@@ -132,10 +131,6 @@ class DeepSpeedZeroOffloadOptimizerConfig(Section):
     pipeline_read: Annotated[bool, NVME] = False
     pipeline_write: Annotated[bool, NVME] = False
 
-    @property
-    def pipeline(self) -> bool:
-        return self.pipeline_read or self.pipeline_write
-
 
 class LeafModules(Section):
     """Modules to mark as leaves: by class, by name, by the end of the name."""
@@ -187,7 +182,7 @@ class DeepSpeedZeroConfig(Section):
     zero_quantized_nontrainable_weights: bool = False
     zero_quantized_gradients: bool = False
     leaf_module: LeafModules = LeafModules()
-    gather_16bit_weights_on_model_save: Annotated[bool | None, GATHERS] = _either(
+    gather_16bit_weights_on_model_save: bool | None = _either(
         None, *(f"{stage3}gather_{dtype}_weights_on_model_save" for dtype in ("16bit", "fp16") for stage3 in ("stage3_", ""))
     )  # fmt: skip
     param_persistence_threshold: Annotated[Size, BLOCK] = 1e5

@@ -10,10 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 import onefold
@@ -23,6 +23,8 @@ from onefold.checkpoint.source import Item, Source
 from onefold.deepspeed.checkpoints import write_whole
 from onefold.deepspeed.reader import named_in
 from onefold.deepspeed.zero import INSIDE
+from onefold.pretrained.export import files_of
+from onefold.pretrained.hf_names import Outgoing
 from onefold.reading import StrPath
 from onefold.recipe.options import bytes_of
 from onefold.runtime.hooks import is_sharded
@@ -124,8 +126,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     Raises:
         CheckpointError: see `get_fp32_state_dict_from_zero_checkpoint`.
     """
-    from huggingface_hub import split_state_dict_into_shards_factory
-
     target = Path(output_dir)
     single = target.suffix in _FILES
     safe = safe_serialization or target.suffix == ".safetensors"
@@ -134,19 +134,21 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     unlimited = single or max_shard_size is None
     with contextlib.closing(source_of(_folder(checkpoint_dir, tag))) as source:
         tensors = _tensors(source, exclude_frozen_parameters)
-        made = split_state_dict_into_shards_factory(
-            {name: item for item, names in tensors.items() for name in names},
-            get_storage_size=lambda item: 4 * math.prod(source.stored(item).shape),
-            get_storage_id=lambda item: item,
-            filename_pattern=target.name if single else f"{stem}{{suffix}}{suffix}",
-            max_shard_size=1 << 62 if unlimited else bytes_of("max_shard_size", max_shard_size),
-        )
+        like = {
+            own[0]: Outgoing(torch.empty(source.stored(item).shape, device="meta"), None)
+            for item, own in tensors.items()
+        }
+        limit = 1 << 62 if unlimited else bytes_of("max_shard_size", max_shard_size)
         folder.mkdir(parents=True, exist_ok=True)
-        for file, names in made.filename_to_tensors.items():
-            held = {item: own for item, own in tensors.items() if own[0] in names}
+        places: dict[str, str] = {}
+        for key, group in files_of(like, limit, stem).items():
+            file = target.name if single else Path(key).stem + suffix
+            held = {item: own for item, own in tensors.items() if own[0] in group}
             write_whole(_state(source, held), folder / file)
-    if made.is_sharded:
-        index = {"metadata": made.metadata, "weight_map": made.tensor_to_filename}
+            places |= {name: file for own in held.values() for name in own}
+    if len({*places.values()}) > 1:
+        size = sum(outgoing.like.nbytes for outgoing in like.values())
+        index = {"metadata": {"total_size": size}, "weight_map": places}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / f"{stem}{suffix}.index.json").write_text(text, encoding="utf-8")
 
