@@ -318,6 +318,8 @@ def test_trainer_trains_evaluates_saves_and_resumes_on_another_mesh(
     assert logged(trainer) == pytest.approx(losses, rel=1e-3)
     assert logged(trainer, "grad_norm") == pytest.approx(norms, rel=1e-3)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(evaluated, rel=1e-3)
+    with pytest.raises(NotImplementedError, match="was given objects"):
+        trainer.accelerator.gather_for_metrics(["of no tensor"])
     trainer.save_model(str(folder / "saved"))
     dist.barrier()
     weights = onefold.full_state_dict(trainer.model)

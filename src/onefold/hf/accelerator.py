@@ -63,10 +63,19 @@ class ShardingAccelerator(Accelerator):
         """Gather as accelerate does, but rows of ranks that compute with the same data once.
 
         accelerate would count each of them, and cut a last batch at the wrong place.
+
+        Raises:
+            NotImplementedError: there are such ranks, and objects in place of tensors.
         """
         self._onefold_once = True
         try:
-            return super().gather_for_metrics(input_data, use_gather_object)
+            gathered = super().gather_for_metrics(input_data, use_gather_object)
+            if self._onefold_once and _first_of_each_data_rank(self):  # `gather` was not called
+                raise NotImplementedError(
+                    "gather_for_metrics was given objects, and several ranks compute with the same"
+                    " data: give tensors, and leave use_gather_object (eval_use_gather_object) out."
+                )
+            return gathered
         finally:
             self._onefold_once = False
 
@@ -74,6 +83,7 @@ class ShardingAccelerator(Accelerator):
         """Gather a tensor, or tensors, from all ranks. Collective."""
         gathered = super().gather(tensor)
         firsts = _first_of_each_data_rank(self) if self._onefold_once else []
+        self._onefold_once = False
         if not firsts:
             return gathered
 
