@@ -15,6 +15,7 @@ from measured_memory import RealStep, seeded
 from torch import Tensor, nn
 
 from onefold.tracing.blocks import recompute
+from onefold.tracing.calling import loss_of
 from onefold.tracing.trace import trace
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
@@ -226,6 +227,14 @@ def test_flops_are_those_of_the_matrix_products() -> None:
     # being no input of anything.
     last = 2 * tokens * 4 * width * width
     assert again == {"(root)": 0} | {f"blocks.{i}": block - last for i in range(depth)}
+
+
+def test_without_a_name_the_loss_is_the_scalar_that_has_a_gradient() -> None:
+    scores = torch.ones(2, 3, requires_grad=True)
+    loss, accuracy = scores.mean(), torch.tensor(0.5)
+    for output, expected in (((scores, accuracy, loss), 1.0), ((scores, accuracy), 6.0)):
+        found = loss_of(output)
+        assert found.item() == expected and found.requires_grad
 
 
 def test_a_trace_leaves_the_module_and_the_random_numbers_as_they_were() -> None:

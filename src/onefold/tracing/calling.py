@@ -26,8 +26,8 @@ def call(module: nn.Module, batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """Return the scalar to differentiate, in fp32: the output's loss, else the sum of its first
-    floating-point tensor.
+    """Return the scalar to differentiate, in fp32: the output's loss, else its first scalar, else the
+    sum of its first floating-point tensor. What has no gradient comes last.
     """
     from onefold.runtime.differentiate import tensors_in
 
@@ -43,11 +43,8 @@ def loss_of(output: Any) -> torch.Tensor:
             " is nothing to differentiate: let its forward return the loss, or give onefold.plan a"
             " loss=function in Python."
         )
-    return (
-        tensors[0].float().reshape(())
-        if tensors[0].numel() == 1
-        else tensors[0].sum(dtype=torch.float32)
-    )
+    one = min(tensors, key=lambda t: (not t.requires_grad, t.numel() != 1))
+    return one.float().reshape(()) if one.numel() == 1 else one.sum(dtype=torch.float32)
 
 
 def vocabulary_of(module: nn.Module) -> int:
