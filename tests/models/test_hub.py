@@ -8,6 +8,7 @@ import http.server
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,9 +20,11 @@ from typing import Any
 import pytest
 
 from hf_folders import JOB, saved
+from onefold.models.build import load_on_first_rank
 from onefold.models.names import check_hub
 from onefold.wording import TrainError
-from started_runs import environment, options, rows_of
+from ranks import run_ranks
+from started_runs import environment, options, rows_of, this_rank
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
@@ -142,6 +145,30 @@ def test_a_model_of_the_hub_is_downloaded_once_and_then_read_from_the_cache(
     assert "torch was imported" in err, err  # it went on
 
 
+def in_the_cache(root: Path) -> Path:
+    """The folder of tiny/llama in the cache `root`, to be filled."""
+    there = root / "models--tiny--llama"
+    (there / "refs").mkdir(parents=True)
+    (there / "refs" / "main").write_text(COMMIT)
+    (there / "snapshots").mkdir()
+    return there / "snapshots" / COMMIT
+
+
+def weights_here(root: Path) -> Path | None:
+    """Where this rank reads the weights if its cache is its own."""
+    from huggingface_hub import constants
+
+    constants.HF_HUB_CACHE = str(root / os.environ["RANK"])
+    return load_on_first_rank("tiny/llama", "bytes", 0, 32, this_rank()).weights
+
+
+def test_each_machine_reads_a_model_from_its_own_cache(tmp_path: Path) -> None:
+    places = [in_the_cache(tmp_path / str(rank)) for rank in range(2)]
+    for place in places:
+        shutil.copytree(saved(tmp_path, "llama"), place)
+    assert run_ranks(2, weights_here, tmp_path, server="libraries") == places
+
+
 def test_a_model_in_the_cache_of_which_a_file_is_missing_is_not_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,12 +177,9 @@ def test_a_model_in_the_cache_of_which_a_file_is_missing_is_not_taken(
     folder = saved(tmp_path, "files")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    there = tmp_path / "hub" / "models--tiny--llama"
-    (there / "refs").mkdir(parents=True)
-    (there / "refs" / "main").write_text(COMMIT)
-    (there / "snapshots").mkdir()
-    folder.rename(there / "snapshots" / COMMIT)
+    there = in_the_cache(tmp_path / "hub")
+    folder.rename(there)
     check_hub("tiny/llama")
-    next((there / "snapshots" / COMMIT).glob("model-*.safetensors")).unlink()
+    next(there.glob("model-*.safetensors")).unlink()
     with pytest.raises(TrainError, match="no such model is whole in the hub's cache"):
         check_hub("tiny/llama")

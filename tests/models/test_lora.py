@@ -24,6 +24,8 @@ from hf_folders import (
 from onefold.checkpoint.errors import CheckpointError
 from onefold.checkpoint.folder import newest_first
 from onefold.checkpoint.folder_source import FolderSource
+from onefold.models.adapters import with_adapters
+from onefold.models.build import load_model
 from onefold.pretrained.adapters import export_merged
 from onefold.processes.ranks import Ranks
 from onefold.train import checkpoints
@@ -229,6 +231,15 @@ def test_adapters_are_trained_alone_saved_as_pefts_and_merged(tmp_path: Path) ->
         with theirs.disable_adapter(), torch.no_grad():
             before = theirs(tokens).logits
         assert float((expected - before).abs().max() / scale) > 1e-3  # they do something
+
+
+def test_adapters_name_their_base_in_the_hub_with_its_revision(tmp_path: Path) -> None:
+    folder = saved(tmp_path, "llama")
+    loaded = load_model(str(folder), "bytes", 0, 32)
+    config = job(folder, lora=2).model_copy(update={"model": "tiny/llama@refs/pr/1"})
+    adapter: Any = with_adapters(config, loaded).peft_config
+    base = adapter["default"]
+    assert (base.base_model_name_or_path, base.revision) == ("tiny/llama", "refs/pr/1")
 
 
 def peak_of_merging(root: Path) -> float:

@@ -49,10 +49,12 @@ def with_adapters(config: TrainConfig, loaded: Loaded) -> nn.Module:
             " Name others by --lora-targets."
         ) from error
     # The place from which peft loads the base model
+    adapter = wrapped.peft_config["default"]
     if os.path.isdir(config.model):
-        wrapped.peft_config["default"].base_model_name_or_path = os.path.abspath(config.model)
+        adapter.base_model_name_or_path = os.path.abspath(config.model)
     elif is_hub_name(config.model):
-        wrapped.peft_config["default"].base_model_name_or_path = config.model.partition("@")[0]
+        base, _, revision = config.model.partition("@")
+        adapter.base_model_name_or_path, adapter.revision = base, revision or None
     module: nn.Module = wrapped
     return module
 

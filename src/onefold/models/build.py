@@ -119,6 +119,8 @@ def load_on_first_rank(
                 loaded.module = model(config).float().train()
             # With the same configuration, all ranks generate the same text samples
             loaded.module.generation_config = generation
+            # The hub's cache of another machine may be in another place
+            loaded.weights = loaded.weights and Path(place)
     return replace(loaded, name=name) if kind == "hub" else loaded
 
 
