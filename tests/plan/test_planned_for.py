@@ -44,12 +44,14 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
         "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 97, "max_position_embeddings": 64,
     }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    folder = tmp_path / "gpt2"  # called as a public architecture is
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
     asked: dict[str, Any] = {
         "number": 1e7,
         "name": "gpt2",
-        "folder": tmp_path,
-        "file": str(tmp_path / "config.json"),
+        "folder": folder,
+        "file": str(folder / "config.json"),
         "factory": "onefold_tests_factory:make_gpt",
         "module": TokenModel(),
     }
@@ -69,6 +71,9 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
     assert found["folder"].model.numel == found["file"].model.numel
     assert found["factory"].stages[1].account == found["module"].stages[1].account
     assert found["number"].model.numel == 10_000_000
+    assert [any("heads of 128" in note for note in one.assumptions) for one in found.values()] == [
+        kind == "number" for kind in found
+    ]
     assert next(p.device.type for p in asked["module"].parameters()) == "cpu"
 
 

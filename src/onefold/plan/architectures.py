@@ -4,6 +4,7 @@ code is built where there is no memory and no network (plan/modules.py).
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -45,8 +46,10 @@ def architectures() -> Mapping[str, Architecture]:
 
 def known(name: object) -> Architecture | None:
     """Return the row of that name, without organization, case and suffixes: "meta-llama/Llama-2-7b-hf"
-    is "llama-2-7b". None if there is none.
+    is "llama-2-7b". None if there is none, or if a folder with a config.json is called so.
     """
+    if os.path.isfile(os.path.join(str(name), "config.json")):
+        return None
     plain = str(name).strip().lower().replace("_", "-").rsplit("/", 1)[-1]
     for part in ("meta-", "-hf", "-v0.1"):
         plain = plain.removeprefix(part).removesuffix(part)

@@ -106,7 +106,8 @@ def _of_shape(shape: ModelShape, machine: Machine, job: Job) -> Question:
     def activities(micro_batch: int, checkpointing: str) -> Activity:
         return of_dims(shape, dims, micro_batch, job.seq, element, checkpointing)
 
-    notes = (_IDEAL, _AS_FP32) if job.precision is None else (_IDEAL,)
+    assumed = {_IDEAL: shape.transformer is None, _AS_FP32: job.precision is None}
+    notes = tuple(note for note, holds in assumed.items() if holds)
     return Question(shape, activities, machine, job, "from dimensions", notes)
 
 
