@@ -224,6 +224,7 @@ def test_a_block_keeps_what_korthikanti_counts_under_tensor_parallelism() -> Non
             r"a global batch of 7 .* use 8",
         ),
         ("llama-3-8b", {"chunks": 2}, r"--chunks 2 interleaves .* give --pp 2 or more"),
+        ("llama-3-8b", {"tp": AUTO, "chunks": 2}, r"--chunks 2 interleaves .* give --pp 2 or more"),
         ("llama-3-8b", {"tp": 0}, r"--tp 0: expected a whole number, 1 or more\."),
         (
             "llama-3-8b",
@@ -269,6 +270,8 @@ def test_a_mesh_fits_from_the_byte_on_that_its_peak_needs_and_is_not_recommended
         _ = short.recipe
     for found in planned(needed - 1, AUTO).stages:
         assert found.account.peak_bytes + found.reserve.nbytes < needed, found
+    with pytest.raises(ValueError, match="states and activations alone exceed"):
+        _ = planned(1 << 20, AUTO).shown
 
 
 # -- the search ------------------------------------------------------------------------------------

@@ -7,9 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from random_plans import GIB, activity, gpus
+from torch import nn
 
 from examples import examples
 from onefold.plan.account import Question
@@ -136,5 +138,14 @@ def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:
     assert recommend(again) is not None
     never = plan(shape, gpus(2, 0.01 * GIB + kept), Job(seq=4096), largest=False)
     assert never.recommended is None and "No number of devices would do" in never.why_not
+    # What only some answers can have is left out of the question that is widened
+    backward = (("offload_optimizer", "cpu"), ("step_in_backward", True))
+    placed = plan(shape, gpus(1, 0.1 * GIB + kept), Job(seq=32, options=backward), largest=False)
+    assert "micro-batch 1 would fit" in placed.why_not, placed.why_not
+    without_blocks = plan(
+        nn.Sequential(nn.Linear(8192, 8192)), gpus(1, 0.1 * GIB), Job(),
+        batch=lambda n: (torch.empty(n, 8192),), largest=False,
+    )  # fmt: skip
+    assert "does not fit" in without_blocks.why_not, without_blocks.why_not
     with pytest.raises(ValueError, match="does not fit"):
         _ = never.recipe

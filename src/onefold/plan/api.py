@@ -86,10 +86,11 @@ class Plan:
     @property
     def shown(self) -> Candidate:
         """The candidate that is shown in detail: the recommendation, or if nothing fits the last of
-        the asked stages.
+        the asked stages. Raises ValueError: no mesh of a search is near enough to be accounted for.
         """
         found = self.recommended or _last_asked(self.stages, self.asked)
-        assert found is not None
+        if found is None:
+            raise ValueError(self.why_not)
         return found
 
     @property

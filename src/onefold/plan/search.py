@@ -7,7 +7,7 @@ step would buy; ways to send less between nodes; and what to say if nothing fits
          quarters or all of the optimizer, all states; to the host, to NVMe)
 
 If a part of the optimizer leaves, it is whole units, the last ones first, since their transfers have
-the longest time to hide (runtime/flat.py). On several ranks the choice starts at stage 1: stage 0
+the longest time to hide (runtime/units.py). On several ranks the choice starts at stage 1: stage 0
 sends the same bytes and divides nothing.
 
 Over other axes the search takes every tensor-parallel degree that stays inside a node and divides the
@@ -304,7 +304,9 @@ def meshes(
     found = []
     for sizes in itertools.product(*choices.values()):
         mesh = dict(zip(choices, sizes, strict=True))
-        more = {k: v for k, v in options.items() if mesh["pp"] > 1 or k != "chunks"}
+        # Chunks are for those meshes of a search that have a pipeline
+        left = asked.get("pp") == AUTO and mesh["pp"] == 1
+        more = {k: v for k, v in options.items() if not (left and k == "chunks")}
         with suppress(ValueError):
             found.append(mesh_of(question, mesh, more))
     if not found:
@@ -400,9 +402,13 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
     machine, job = question.machine, question.job
     said = too_large(question.model, max(ladder(question, stages), key=lambda c: c.spare))
     kept = "none" if job.offload == "none" and not job.places else ""
-    options = tuple((k, v) for k, v in job.options if k not in PLACES)
+    options = tuple((k, v) for k, v in job.options if k not in {*PLACES, "step_in_backward"})
+    how = "none"
+    with suppress(ValueError):  # there are no blocks to recompute
+        question.activities(1, "full")
+        how = ""
     free = replace(
-        job, micro_batch=1, global_batch=0, checkpointing="", offload=kept, options=options
+        job, micro_batch=1, global_batch=0, checkpointing=how, offload=kept, options=options
     )
     for larger in (machine, *_larger(machine)):
         # First ask what needs least
@@ -422,8 +428,8 @@ def no_mesh_fits(question: Question, rows: Sequence[Candidate], searched: int) -
     """Return the sentence for meshes that do not fit."""
     if not rows:
         return (
-            f"{question.model.name} does not fit: on each of {searched} meshes the states alone exceed"
-            " a device. Take more GPUs."
+            f"{question.model.name} does not fit: on each of {searched} meshes states and activations"
+            " alone exceed a device. Take more GPUs, a smaller --micro-batch or a shorter --seq."
         )
     nearest = too_large(question.model, max(rows, key=lambda c: c.spare))
     return f"{nearest} Take more GPUs, a higher --tp or --pp, or --tp auto --pp auto to search."
