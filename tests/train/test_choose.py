@@ -4,12 +4,15 @@ plain case; runs take it.
 
 from __future__ import annotations
 
+import os
+
 import torch
 from choices import asked
 from torch import nn
 
 import onefold
 from onefold.plan import api
+from onefold.plan.job import Job
 from onefold.train.prepare import choose
 from ranks import run_ranks
 from zoo import TinyGPT
@@ -66,6 +69,23 @@ def recipe_here(free: tuple[int, int], seq: int) -> int | None:
     recipe = onefold.plan.recipe_for(Language(), seq=seq)
     onefold.shard(Language(), recipe)
     return recipe.stage
+
+
+def nodes_here(launcher: list[str]) -> list[int]:
+    """The ranks of a node, for what a launcher says to the two ranks: one text for each."""
+    import torch.distributed as dist
+
+    found = []
+    api.device_count = lambda: 0
+    for said in launcher:
+        os.environ["LOCAL_WORLD_SIZE"] = said.split(",")[dist.get_rank()]
+        found.append(api._here(Job(), 2).local)
+    return found
+
+
+def test_two_ranks_agree_on_their_nodes_whatever_the_launcher_says() -> None:
+    launcher, expected = ["2,2", "1,1", "2,1", ",", "0,0", "8,8"], [2, 1, 1, 2, 2, 2]
+    assert run_ranks(2, nodes_here, launcher) == [expected, expected]
 
 
 def test_two_ranks_agree_on_what_fits_the_one_that_has_least() -> None:

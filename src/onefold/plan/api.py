@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from onefold.comm.communicators import ranks_of_a_node
 from onefold.device import default_device, device_count, free_memory, with_index
 from onefold.machine.calibration import Calibration
 from onefold.memory import free_host_memory
@@ -317,11 +317,11 @@ def _here(job: Job, ranks: int, device: torch.device | str | None = None) -> Mac
     folder of any rank does not exist.
     """
     where = with_index(device) if device is not None else default_device()
-    local = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", device_count() or ranks)))
+    local = min(ranks, ranks_of_a_node() or device_count() or ranks)
     free = free_memory(where) if where.type != "cpu" else free_host_memory() // local
     found: Any
     try:
-        found = free, *room_beside(job.folders)
+        found = free, local, *(nbytes / local for nbytes in room_beside(job.folders))
     except ValueError as error:
         found = str(error)
     every = [found] * ranks
@@ -330,8 +330,10 @@ def _here(job: Job, ranks: int, device: torch.device | str | None = None) -> Mac
     for said in every:
         if isinstance(said, str):
             raise ValueError(said)
-    free, host, disk = map(min, zip(*every, strict=True))
-    return machine_here(ranks, local, free, where.type, (host, disk))
+    free, local, host, disk = map(min, zip(*every, strict=True))
+    if ranks % local or any(one[1] != local for one in every):
+        local = 1  # the engine does not divide at the borders of unequal nodes
+    return machine_here(ranks, local, free, where.type, (host * local, disk * local))
 
 
 def recipe_for(
