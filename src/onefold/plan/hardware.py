@@ -168,7 +168,7 @@ class Machine:
 
     @property
     def node_ranks(self) -> int | None:
-        """Ranks of one node, as `states.topology_of` takes them; None on a single node."""
+        """Ranks of one node, as a launcher would say; None on a single node."""
         return self.local if self.nodes > 1 else None
 
     @property

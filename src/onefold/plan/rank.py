@@ -48,7 +48,6 @@ from onefold.quant.codecs import CODECS
 from onefold.recipe import Recipe
 from onefold.runtime.units import offloaded_units
 
-KINDS = ("embedding", "head", "attention", "mlp", "experts", "router", "latent", "norm")
 #: What the last part of a parameter's path is if tensor parallelism cuts it. Conv1D of GPT-2 stores
 #: (in, out), everything else (out, in).
 _COLUMNS = r"(q|k|v|qkv|q_b|kv_b|gate|up|gate_up)_proj|query_key_value|dense_h_to_4h|fc1|w1|w3"

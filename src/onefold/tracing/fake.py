@@ -81,7 +81,8 @@ class Integers:
         except UnsupportedOperatorException as error:
             raise ValueError(
                 f"the forward pass calls {func}, and nobody has told torch which shape it returns:"
-                " register one with torch.library.register_fake, or plan by formulas."
+                " register one with torch.library.register_fake, or plan by its size"
+                " (--params)."
             ) from error
         if packet in _PICKS and not whole:
             return self._balanced(packet, args, out)
@@ -112,7 +113,7 @@ class Integers:
             raise ValueError(
                 f"{func} makes a tensor whose size depends on computed floating-point values, so a"
                 " trace without values cannot know how much memory follows. Write the forward pass"
-                " with fixed sizes (a capacity, a mask that multiplies), or plan by formulas."
+                " with fixed sizes (a capacity, a mask that multiplies), or plan by its size (--params)."
             ) from error
 
     def _assumed(self, scalar: torch.Tensor) -> bool | float:
@@ -125,7 +126,7 @@ class Integers:
         raise ValueError(
             "the forward pass reads a whole number that depends on computed floating-point values"
             " (by .item(), int() or a loop), which a trace without values cannot know. Keep it in a"
-            " tensor, or plan with the model's formulas."
+            " tensor, or plan by its size (--params)."
         )
 
     def _positions(self, indices: Any) -> list[Any]:
