@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import onefold
+from onefold.plan.hardware import machine
 
 
 def test_the_room_answers_a_call_before_and_after_its_modules_are_imported() -> None:
@@ -45,7 +46,8 @@ def test_the_recipe_of_a_plan_for_this_machine_shards_the_module() -> None:
         ({"reduce_at": "later"}, "reduce_at='later'"),
         ({"units": ["h"]}, "no module name and no module class"),
         ({"gpu": "h100"}, "Did you mean"),
-        ({"gpu": None}, "no GPU is called None"),
+        ({"gpus": None, "gpu": "t4", "per_node": 4}, "per_node, gpu: a machine .* give gpus="),
+        ({"machine": machine(8)}, "gpus: a machine .* leave machine= out"),
         ({"gpus": "8"}, "gpus='8': expected a whole number"),
         ({"gpus": 12}, "do not fill nodes of 8"),
         ({"per_node": 0}, "per_node=0"),

@@ -381,9 +381,9 @@ def plan(
     machine: Machine | None = None,
     *,
     gpus: int | None = None,
-    per_node: int = 8,
-    gpu: str = "h100-80",
-    link: str = "8x200g",
+    per_node: int | None = None,
+    gpu: str | None = None,
+    link: str | None = None,
     tp: int | str = 1,
     pp: int | str = 1,
     cp: int | str = 1,
@@ -404,8 +404,8 @@ def plan(
     Args:
         model: a module (also on the meta device), an architecture's name, a Hugging Face folder or
             config.json, `package.module:factory`, or a number of parameters.
-        machine: the machine to plan for; else `gpus` GPUs of a kind, in nodes of `per_node` joined
-            by `link`; else one rank of this machine.
+        machine: the machine to plan for; else `gpus` GPUs of a kind (h100-80), in nodes of `per_node`
+            (8) joined by `link` (8x200g); else one rank of this machine.
         tp: how many ranks divide each layer; "auto": the plan searches for the best meshes.
         pp: how many stages the blocks are cut into. Data-parallel ranks are what tp, pp and cp
             leave of the GPUs.
@@ -427,8 +427,15 @@ def plan(
     """
     others = {name: job.pop(name) for name in MESH if name in job}
     asked = Job.of(job, "onefold.plan")
-    if machine is None and gpus is not None:
-        machine = hardware.machine(gpus, per_node, gpu, link)
+    named: dict[str, Any] = {"gpus": gpus, "per_node": per_node, "gpu": gpu, "link": link}
+    named = {name: value for name, value in named.items() if value is not None}
+    if named and (gpus is None or machine is not None):
+        raise ValueError(
+            f"{', '.join(named)}: a machine of the table has a number of gpus, and no machine= beside"
+            " it; give gpus= and leave machine= out."
+        )
+    if named:
+        machine = hardware.machine(**{"gpu": "h100-80", **named})
     if machine is None:
         machine = _here(asked, 1)
     axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}

@@ -147,7 +147,7 @@ class Job:
             `precision` is None.
     """
 
-    seq: int = 1024
+    seq: int = 0
     micro_batch: int = 1
     global_batch: int = 0
     precision: Precision | None = "bf16"
