@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -268,6 +269,40 @@ def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass() -> None:
                 loss.backward()
             assert len(come) < 10, come
     dist.barrier()
+
+
+@pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
+@on_ranks(4, fresh=True)
+def test_some_axes_of_a_mesh_have_communicators_of_their_ranks_alone(folder: Path) -> None:
+    """The process group was made with its device, so that communicators of all ranks are split."""
+    rank = dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()
+    virtual.start(seed=0)
+    standin.register("cpu", "virtual")
+    store = dist.FileStore(str(folder / "again"), 4)
+    dist.init_process_group("standin", store=store, rank=rank, world_size=4)
+    world, make = dist.distributed_c10d._get_default_group(), dist.new_group
+
+    def new_group(*arguments: Any, **named: Any) -> Any:
+        world.bound_device_id = None  # which torch's gloo would look for in itself
+        try:
+            return make(*arguments, **named)
+        finally:
+            world.bound_device_id = torch.device("virtual", 0)
+
+    mesh = dist.init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
+    world.bound_device_id = torch.device("virtual", 0)
+    for among, peers in ((mesh["dp", "tp"], 2), (None, 4)):
+        split, recipe = standin.made["split"], onefold.Recipe.zero(2, stall_timeout=20.0)
+        weight = nn.Linear(3, 1, bias=False).to("virtual")
+        with patch.object(dist, "new_group", new_group):
+            model = onefold.shard(weight, recipe, mesh=among, data=among and "dp")
+        model(torch.full((1, 3), float(rank)).to("virtual")).sum().backward()
+        first = rank - rank % peers
+        mean = sum(range(first, first + peers)) / peers
+        assert onefold.clip_grad_norm_(model, 100.0).item() == pytest.approx(mean * 3**0.5)
+        assert (standin.made["split"] > split) == (peers == 4)
 
 
 # -- nodes -----------------------------------------------------------------------------------------

@@ -300,7 +300,7 @@ def flat_note(ranks: Sequence[int], nodes: Sequence[int]) -> str:
 # destroyed.
 #
 #     gloo      new_group; beside a native backend, connected on demand
-#     native    split_group of an existing one, if the backend can split and the process group was made with its device; else new_group
+#     native    split_group of one of the same ranks, if the backend splits and the process group was made with its device; else new_group
 #
 # [Note: NCCL's patience] is in comm/pending.py.
 #
@@ -384,7 +384,7 @@ class Communicators:
 
         def new() -> Any:
             with guard(self.device), self._named(ranks):  # each thread has a device of its own
-                if native and self._can_split(parent):
+                if native and self._can_split(parent, whole):
                     numbers = {rank: number for number, rank in enumerate(whole)}
                     cut = sorted(
                         sorted(numbers[rank] for rank in part) for part in parts or [whole]
@@ -430,12 +430,18 @@ class Communicators:
                 gc.callbacks.append(_follow_collector)
         return made
 
-    def _can_split(self, parent: Any) -> bool:
-        """Whether torch can split `parent`: the process group was made with a device_id."""
+    def _can_split(self, parent: Any, ranks: list[int]) -> bool:
+        """Whether torch can split `parent`, and all its ranks, which a split waits for, are `ranks`: the
+        process group was made with a device_id.
+        """
         default = dist.distributed_c10d._get_default_group()
         group = parent or default
         # torch cannot split a group that was made without naming a backend
-        if default.bound_device_id is None or str(dist.get_backend(group)) == "undefined":
+        if (
+            default.bound_device_id is None
+            or str(dist.get_backend(group)) == "undefined"
+            or dist.get_process_group_ranks(group) != ranks
+        ):
             return False
         try:
             return bool(group._get_backend(self.device).supports_splitting)
