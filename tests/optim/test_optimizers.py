@@ -150,3 +150,32 @@ def test_an_optimizer_keeps_the_states_that_the_plan_counts(
     assert counted.keys() == kept.keys()
     nbytes = sum(value.nbytes for value in kept.values())
     assert nbytes == row.tensor_bytes(shape, 4) + row.number_bytes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"moments": "int8"},
+        {"moments": "bf16"},
+        {"precision": "bf16", "master_dtype": "bf16", "stochastic_rounding": True},
+    ],
+    ids=str,
+)
+def test_a_parameter_without_dimensions_keeps_stored_moments(options: dict[str, Any]) -> None:
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.0))
+
+        def forward(self, x: Any) -> Any:
+            return (self.scale * x).sum()
+
+    models = [Scale(), onefold.shard(Scale(), onefold.Recipe.zero(0, **options))]
+    for model in models:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        for step in range(3):
+            optimizer.zero_grad()
+            model(features_of(step, 4)).backward()
+            optimizer.step()
+    plain, found = (model.scale.detach().float() for model in models)
+    assert found.shape == () and torch.allclose(found, plain, atol=0.02) and found != 1.0

@@ -192,6 +192,8 @@ def cut(stored: dict[str, torch.Tensor], a: int, b: int) -> dict[str, torch.Tens
 
 def _part(how: MomentPolicy | None, piece: Piece) -> Part:
     master, grad, n = piece.master, piece.grad, piece.master.numel()
+    # A 0-dim parameter keeps its shape. Its states are 0-dim too
+    shape = (n,) if piece.entry.param.dim() else ()
     state: dict[str, Any] | None = None
     if not piece.fresh:
         state = {
@@ -199,11 +201,9 @@ def _part(how: MomentPolicy | None, piece: Piece) -> Part:
             for key, value in piece.numbers.items()
         }
         stored = unpacked(piece.stored, n)
-        state |= {key: value if how is None else value.float() for key, value in stored}
+        state |= {k: v.view(shape) if how is None else v.float().view(shape) for k, v in stored}
     if how is not None:
         master, grad = master.float(), grad.float()
-    # A 0-dim parameter keeps its shape. Its states are 0-dim too, and are numbers here
-    shape = (n,) if piece.entry.param.dim() else ()
     param = piece.entry.param
     return Part(param, master.view(shape), grad.view(shape), state, n < param.numel())
 
