@@ -204,10 +204,7 @@ class GradScaler(torch.amp.GradScaler):
         engine = self._engines[0]
         known = "_step_supports_amp_scaling" in optimizer.__dict__ or args or kwargs
         with disable_torch_function():
-            alone = all(
-                not each.offloaded_flats and each.recipe.moments is None and not each.unsharded
-                for each in self._engines
-            )
+            alone = all(_in_one_piece(each) and not each.unsharded for each in self._engines)
             fuses = not known and alone and supports_scaling(optimizer, engine.device)
         if not fuses:
             return super().step(optimizer, *args, **kwargs)
@@ -238,9 +235,10 @@ class GradScaler(torch.amp.GradScaler):
                 here = torch.zeros((), dtype=torch.float32, device=device)
                 on_host = device.type == "cpu"
                 with engine.transfers.host_threads() if on_host else nullcontext():
-                    torch._amp_foreach_non_finite_check_and_unscale_(
-                        some, here, inv_scale.to(device)
-                    )
+                    for dtype in {grad.dtype for grad in some}:  # a kernel of CUDA takes one
+                        torch._amp_foreach_non_finite_check_and_unscale_(
+                            [g for g in some if g.dtype == dtype], here, inv_scale.to(device)
+                        )
                 found += here.to(engine.device)
             for storage in on_disk:
                 found += not storage.gradients_finite()
@@ -271,13 +269,14 @@ class GradScaler(torch.amp.GradScaler):
 
 def skips_on_device(optimizer: torch.optim.Optimizer, engine: Engine) -> bool:
     """Return whether `step_unless` can be used: the device decides. See the table above."""
-    in_one_piece = (
-        not engine.offloaded_flats
-        and engine.recipe.moments is None
-        and not engine.recipe.stochastic_rounding
-    )
     fused = is_known(optimizer) and all(group.get("fused") for group in optimizer.param_groups)
-    return has_streams(engine.device) and in_one_piece and fused
+    return has_streams(engine.device) and _in_one_piece(engine) and fused
+
+
+def _in_one_piece(engine: Engine) -> bool:
+    """Whether a fused kernel steps all parameters where they are, piece by piece none."""
+    recipe = engine.recipe
+    return not (engine.offloaded_flats or recipe.moments or recipe.stochastic_rounding)
 
 
 def step_unless(
