@@ -150,6 +150,18 @@ def test_few_bits_and_16_come_out_as_torchs_states_and_go_back_bit_by_bit(
     assert goes_on(mlp, recipe, make, weights, state, folder) == losses
 
 
+@on_ranks(2)
+def test_a_state_dict_without_values_is_refused_on_every_rank() -> None:
+    model = onefold.shard(built(mlp), onefold.Recipe.zero(1))
+    optimizer = ELEMENTWISE["AdamW"](model.parameters())
+    train(model, optimizer, batches(0))
+    state = optimizer.state_dict()
+    for kept in state["state"].values():
+        kept |= {k: v.to("meta") for k, v in kept.items() if v.ndim}
+    with pytest.raises((ValueError, RuntimeError), match="is on the meta device"):
+        optimizer.load_state_dict(state)
+
+
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize("call", ["state_dict", "load_state_dict"])
 def test_a_state_dict_on_rank_0_alone_is_an_error_that_names_the_call(call: str) -> None:

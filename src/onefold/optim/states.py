@@ -13,8 +13,8 @@ dicts of `state_dict()` and `load_state_dict()`.
 | "number"   | one number, or no tensor; every rank has it  | step             | that of a rank that has some of the parameter   |
 | "other"    | a tensor of a shape of its own               | Adafactor's rows | itself, if one rank has all of the parameter    |
 
-Both calls are collective if there is more than one rank and a state is divided. At stage 0 every
-rank holds whole states: `state_dict()` is torch's own and communicates nothing. An error of one rank is
+If there is more than one rank, a load is collective, and so is `state_dict()` where a state is divided.
+At stage 0 every rank holds whole states: `state_dict()` is torch's own and communicates nothing. An error of one rank is
 told to all before any of them raises: the others would wait for it.
 
 [Note: how an optimizer is met] torch registers hooks of state dicts per optimizer. Onefold registers
@@ -457,6 +457,11 @@ def _heads(
         state[number] = own = dict(state[number])
         for key, value in own.items():
             if entry is not None and kind_of[key] == "elements":
+                if value.is_meta:
+                    raise ValueError(
+                        f"state {key!r} of parameter {number} ({entry.name!r}) is on the meta device,"
+                        " which has no values: load the dict with map_location='cpu'."
+                    )
                 own[key] = value.dtype
             elif isinstance(value, torch.Tensor):
                 own[key] = value.cpu()
