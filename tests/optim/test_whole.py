@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.optim._muon as of_torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 import looks
@@ -258,3 +260,61 @@ def test_what_cannot_be_stepped_whole_is_told_on_every_rank(
     else:
         assert words in str(caught.value)
         assert differences(before, onefold.full_state_dict(model)) == []
+
+
+@on_ranks(2)
+def test_a_group_that_was_empty_is_tried_when_it_gets_parameters() -> None:
+    model = onefold.shard(built(gpt), onefold.Recipe.zero(3))
+    params = dict(trainable(model))
+    optimizer = torch.optim.Adafactor(
+        [{"params": [params["norm.weight"]]}, {"params": []}], lr=0.01
+    )
+    for number in range(2):
+        backward(model, number)
+        optimizer.step()
+        optimizer.zero_grad()
+        if not number:
+            optimizer.param_groups[1]["params"].append(params["blocks.1.mlp.0.weight"])
+    assert "blocks.1.mlp.0.weight" in looks.stepped_whole(model, optimizer)
+
+
+class Routed(nn.Module):
+    """A dense matrix behind six of experts, which ranks of `mesh` divide unevenly: the last has none."""
+
+    def __init__(self, mesh: Any = None) -> None:
+        super().__init__()
+        experts = torch.arange(6 * 8 * 4.0).view(6, 8, 4) / 100
+        if mesh is not None:
+            experts = distribute_tensor(experts, mesh, [Shard(0)], src_data_rank=None)
+        self.experts = nn.Parameter(experts)
+        self.dense = nn.Parameter(torch.arange(8 * 12.0).view(8, 12) / 10)
+
+    def forward(self, x: Any) -> Any:
+        given = self.experts
+        local = given.to_local() if isinstance(given, DTensor) else given
+        return local.square().sum() + (x @ self.dense).square().sum()
+
+
+def by_matrix(p: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    return grad / (1 + grad.norm(dim=(-2, -1), keepdim=True))
+
+
+@on_ranks(4)
+def test_ranks_without_experts_take_part_in_the_steps_of_the_others() -> None:
+    mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("dp", "ep"))
+    recipe = onefold.Recipe.zero(3, whole=True, stall_timeout=20.0)
+    models: list[Any] = [
+        onefold.shard(Routed(mesh["ep"]), recipe, mesh=mesh, data=("dp", "ep")),
+        Routed(),
+    ]
+    for model in models:
+        optimizer = Own(model.parameters(), by_matrix)
+        for _ in range(2):
+            model(torch.ones(2, 8)).backward()
+            if model is models[1]:
+                model.experts.grad /= 4
+            optimizer.step()
+            optimizer.zero_grad()
+    found = onefold.full_state_dict(models[0])
+    wrong = differences(models[1].state_dict(), found, 1e-5, 1e-6) if found else []
+    assert not wrong, wrong

@@ -34,6 +34,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.optim.optimizer import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from onefold.memory import storage_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, STEP_MATRICES, WHOLE
 from onefold.runtime.parameters.interval import entry_of, spec_of
@@ -54,7 +55,7 @@ from onefold.runtime.stepper import (
 )
 
 _ELEMENTWISE = GroupVerdict(ELEMENTWISE)
-#: {optimizer: (the switches of its groups, the verdicts on them)}
+#: {optimizer: (whether its groups have parameters, and their switches; the verdicts on them)}
 _verdicts: weakref.WeakKeyDictionary[Optimizer, tuple[list[Any], list[GroupVerdict]]] = (
     weakref.WeakKeyDictionary()
 )
@@ -86,7 +87,7 @@ def _named(patterns: Sequence[str], optimizer: Optimizer, group: int) -> bool:
 
 def verdict_of(recipe: Recipe, optimizer: Optimizer, group: int) -> GroupVerdict:
     """Return what the update of a parameter group looks at: the recipe's word, or what trials show. These
-    are cached, until switches of a group change.
+    are cached, until switches of a group change, or an empty one gets parameters.
 
     If a trial refuses one group, all are refused: its update may look at the parameters of the others.
 
@@ -98,7 +99,7 @@ def verdict_of(recipe: Recipe, optimizer: Optimizer, group: int) -> GroupVerdict
         return _ELEMENTWISE
     if said is True or (said and _named(said, optimizer, group)):
         return GroupVerdict(WHOLE, f"the recipe says whole={said!r}.")
-    now = [switches_of(each) for each in optimizer.param_groups]
+    now = _looked_at(optimizer)
     then, known = _verdicts.get(optimizer, ([], []))
     if then != now:
         tried: dict[str, GroupVerdict] = {}
@@ -122,15 +123,19 @@ def verdict_of(recipe: Recipe, optimizer: Optimizer, group: int) -> GroupVerdict
 
 def tell_verdict(optimizer: Optimizer, verdict: GroupVerdict) -> None:
     """Let `verdict` stand for all groups without a trial, which needs real values."""
-    now = [switches_of(each) for each in optimizer.param_groups]
+    now = _looked_at(optimizer)
     _verdicts[optimizer] = now, [verdict] * len(now)
+
+
+def _looked_at(optimizer: Optimizer) -> list[Any]:
+    return [(bool(group["params"]), switches_of(group)) for group in optimizer.param_groups]
 
 
 def takes_stacks(optimizer: Optimizer) -> bool:
     """Return whether the optimizer steps a stack of matrices, [matrices, rows, columns], each by
     itself: the halves of a stack come out as they do in the whole. Tried once for a class.
     """
-    kind, group = type(optimizer), optimizer.param_groups[0]
+    kind, group = type(optimizer), next(g for g in optimizer.param_groups if g["params"])
     like = group["params"][0]
     if kind not in _stacks:
         _stacks[kind] = False
@@ -379,7 +384,7 @@ class _Alone(TorchDispatchMode):
             if each.alias_info is not None and each.alias_info.is_write:
                 written = args[i] if i < len(args) else kwargs.get(each.name)
                 for some in written if isinstance(written, (list, tuple)) else (written,):
-                    if isinstance(some, torch.Tensor) and _storage_of(some) in self.real:
+                    if isinstance(some, torch.Tensor) and storage_of(some) in self.real:
                         raise TouchesReal(
                             "its step of one parameter writes to the model's own parameters or"
                             " gradients. Let it find them in `self.param_groups` alone."
@@ -389,10 +394,6 @@ class _Alone(TorchDispatchMode):
             if self.device.type != "cpu":
                 torch.get_device_module(self.device).manual_seed(0)
         return func(*args, **kwargs)
-
-
-def _storage_of(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 @contextlib.contextmanager
@@ -408,7 +409,7 @@ def _alone(optimizer: Optimizer, device: torch.device) -> Iterator[None]:
     stance: Any = torch.compiler.set_stance("force_eager") if compiled else contextlib.nullcontext()
     with disable_torch_function():
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        real = {_storage_of(t) for p in params for t in (p, p.grad) if t is not None}
+        real = {storage_of(t) for p in params for t in (p, p.grad) if t is not None}
         with (
             torch.random.fork_rng(devices=apart, **kind),
             torch.enable_grad(),

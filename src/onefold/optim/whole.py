@@ -279,21 +279,23 @@ class WholeStep(Stepper):
             refuse_parts(optimizer, entry)
         graded = [e for e in entries if e.param.grad is not None or e.graded_elsewhere]
         ready = [known[id(e.param)] for e in graded if id(e.param) in known]
-        current = self._agree(optimizer, ready)
+        current = self._agree(optimizer, graded, ready)
         error: Exception | None = None
         kinds: dict[Any, list[Owned]] = {}  # those of a kind travel in the same rounds
         for each in ready:
             flat = each.entry.flat
             whole, away = current and _has_whole(flat), flat.storage.offloaded
             kinds.setdefault((each.group, flat.dtypes.master, whole, away), []).append(each)
-        for number, (kind, some) in enumerate(kinds.items()):
+        for kind, some in kinds.items():
+            # Ranks with an empty part of some parameter have fewer kinds
+            number = some[0].entry.number
             error = _Rounds(self.engine, optimizer, number, *kind).run(some) or error
         for flat in dict.fromkeys(each.entry.flat for each in ready):
             flat.storage.renew()
         put_elsewhere(optimizer, ready)
         self._agree_on_failure(optimizer, error)
 
-    def _agree(self, optimizer: Optimizer, ready: Sequence[Owned]) -> bool:
+    def _agree(self, optimizer: Optimizer, graded: Sequence[Entry], ready: Sequence[Owned]) -> bool:
         """Return whether the resident wholes that are made of the masters are up to date on all ranks:
         nobody has written to any masters since they were gathered.
 
@@ -303,7 +305,7 @@ class WholeStep(Stepper):
         current = not any(_has_whole(each.entry.flat) and each.entry.flat.stale for each in ready)
         if self.engine.group.alone:
             return current
-        what = type(optimizer).__name__, [each.entry.number for each in ready]
+        what = type(optimizer).__name__, [entry.number for entry in graded]
         digest = both(zlib.crc32(repr(what).encode()).to_bytes(4, "little"))
         found = self.engine.group.any_of(digest + bytes([not current]), _context(self.engine))
         if not alike(found[:-1]):
