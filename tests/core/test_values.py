@@ -351,3 +351,12 @@ def test_a_clone_says_that_its_model_is_gone() -> None:
     del model
     with pytest.raises(onefold.ShardedParameterError, match="whose model is gone"):
         clone.sum()
+
+
+@on_ranks(2)
+def test_a_frozen_parameter_without_elements_is_gathered_in_codes() -> None:
+    model: Any = built(TinyMLP)
+    model.none = nn.Parameter(torch.empty(0), requires_grad=False)
+    model = onefold.shard(model, onefold.Recipe.zero(3, gather_codec="int8"))
+    model(features_of(0, 4, 7)).square().mean().backward()
+    assert onefold.full_state_dict(model)["none"].shape == (0,)

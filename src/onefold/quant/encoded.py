@@ -110,7 +110,7 @@ class EncodedGather(Gather):
         """
         flat = self.flat
         whole = flat.layout.numel * flat.dtypes.compute.itemsize
-        plain = whole * wire.numel() // flat.spec.coded_bytes
+        plain = whole * wire.numel() // max(flat.spec.coded_bytes, 1)
         return group.all_gather(wire, context, flat.index, plain=plain)
 
 
