@@ -195,6 +195,61 @@ def test_a_step_that_raised_leaves_nothing_behind() -> None:
         assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("where", ["the module", "the loss"])
+def test_gradients_of_a_stage_on_one_rank_stay_where_a_later_step_raises(where: str) -> None:
+    case, recipe = Case(pp=1), onefold.Recipe.zero(3)
+    module: Any = onefold.shard(Part(whole(case), 0, case), recipe, mesh=mesh_of(case)["pp"])
+    stages, batch = [a_stage_of(module, 1)], batch_of(case, 0, 0)
+    raises, calls = [False], [0]
+
+    def fails(*_: Any) -> None:
+        calls[0] += 1
+        if raises[0] and calls[0] % 4 == 3:
+            raise FloatingPointError("for the test")
+
+    def loss(scores: Any, tokens: Any) -> Any:
+        if where == "the loss":
+            fails()
+        return loss_of(scores, tokens)
+
+    if where == "the module":
+        module.blocks["0"].register_forward_pre_hook(fails)
+
+    def grads() -> list[torch.Tensor]:
+        return [p.grad.clone() for p in module.parameters()]
+
+    def step(fail: bool) -> None:
+        calls[0], raises[0] = 0, fail
+        schedule = schedule_of(case, stages, loss)
+        with pytest.raises((RuntimeError, FloatingPointError)) if fail else nullcontext():
+            called(Pipeline(case, mesh_of(case), [module], stages, schedule), batch)
+
+    step(fail=False)
+    first = grads()
+    step(fail=True)
+    if where == "the module":
+        assert all(map(torch.equal, grads(), first))
+    step(fail=False)
+    assert all(torch.allclose(g, 2 * f) for g, f in zip(grads(), first, strict=True))
+    step(fail=True)
+    module.zero_grad()
+    step(fail=False)
+    assert all(map(torch.equal, grads(), first))
+
+
+@on_ranks(2)
+def test_dropped_gradients_leave_no_number_of_micro_batches_behind() -> None:
+    module = part()
+    stage = a_stage_of(module, 1)
+    for count, waits in ((2, onefold.no_sync(module)), (4, contextlib.nullcontext())):
+        module.zero_grad()
+        case = replace(TWO, schedule="ScheduleGPipe", micro_batches=count)
+        schedule = schedule_of(case, [stage], lambda output, _: output.square().mean())
+        with waits:
+            called(Pipeline(case, mesh_of(TWO), [module], [stage], schedule), batch_of(case, 0, 0))
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 

@@ -183,7 +183,12 @@ class PipelineStage(pipelining.PipelineStage):
     def clear_runtime_states(self) -> None:
         """Begin a step. Called by schedules."""
         self._release()  # left by a step that raised
-        self._take_back()
+        # Where it raised outside of the stage, unless zero_grad() has come since
+        if any((g := get_grad(param)) is not None and g.any() for param, _ in self._earlier or ()):
+            self._take_back()
+        self._earlier = None
+        if not any(flat.waits for flat in self._engine.flats):
+            self._divide_by = None
         self._forwards = 0
         super().clear_runtime_states()
 
@@ -195,7 +200,7 @@ class PipelineStage(pipelining.PipelineStage):
         save_forward_output: bool = True,
     ) -> Any:
         self._hold()
-        with accumulating(self.submod), _stalls_by_name():
+        with self._micro_batch():
             output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         self._forwards += 1
         if not self.has_backward and self._forwards == len(self.args_recv_info):
@@ -222,7 +227,7 @@ class PipelineStage(pipelining.PipelineStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
         if self._earlier is None:
             self._set_aside()
-        with accumulating(self.submod), _stalls_by_name():
+        with self._micro_batch():
             result = super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         if last_backward:
             self._release()
@@ -277,6 +282,16 @@ class PipelineStage(pipelining.PipelineStage):
         self._earlier = [(param, get_grad(param)) for param in params]
         for param in params:
             set_grad(param, None)
+
+    @contextlib.contextmanager
+    def _micro_batch(self) -> Iterator[None]:
+        """Context of one pass. If it raises, gradients are those before the step again."""
+        try:
+            with accumulating(self.submod), _stalls_by_name():
+                yield
+        except BaseException:
+            self._take_back()
+            raise
 
     def _take_back(self) -> None:
         """Give the gradients back that a step which raised has set aside."""
