@@ -40,7 +40,7 @@ VALUES: list[tuple[int, str, list[Any], list[str]]] = [
     (3, "offload_optimizer", ["CPU", "host"], ["Did you mean 'cpu'?"]),
     (3, "offload_optimizer", [0.6, True, ["cpu"]], ["expected 'cpu', 'nvme' or None"]),
     (3, "offload_optimizer", ["cpu:0.6"], ["Did you mean 'cpu'? How much of it is offload_amount."]),
-    (1, "offload_amount", [0.0, -0.5, 0, -3, 2, 1.5, True, ["6GB"], {"bytes": 1}], ["a share above 0", "a budget such as '6GB'"]),
+    (1, "offload_amount", [0.0, -0.5, 0, -3, 2, 1.5, True, "999B", ["6GB"], {"bytes": 1}], ["a share above 0", "a budget such as '6GB'"]),
     (1, "offload_amount", ["fast", "", "nvme:0.6"], [BYTES_EXPECTED]),
     (1, "offload_activations", ["", "GB", "6XB", "-1GB", "1,5GB", math.nan, [1]], [BYTES_EXPECTED]),
     (1, "offload_activations", [0, -1, "0GB", True], [BYTES_EXPECTED]),

@@ -124,7 +124,7 @@ def share_or_size(value: Any) -> float | int | None:
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if number and 0 < value <= 1:
         return float(value)
-    if isinstance(value, str) or (number and value >= 1000):
+    if (size(value) if isinstance(value, str) else number and value) >= 1000:
         return size(value)
     raise ValueError("expected a share above 0 and at most 1, or a budget such as '6GB'.")
 
