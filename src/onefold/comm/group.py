@@ -706,7 +706,7 @@ class Group:
         self, stream: Any, context: CollectiveContext, event: TrafficEvent | None
     ) -> Iterator[None]:
         """Context around a wait of the computing stream: enter in the ledger how long it takes."""
-        before, after = (new_event(self.device, timing=True) for _ in range(2))
+        before, after = (new_event(self.device) for _ in range(2))
         before.record(stream)
         yield
         after.record(stream)

@@ -30,7 +30,8 @@ class TrafficEvent:
     """One move of one unit.
 
     Attributes:
-        move: "all-gather", "reduce-scatter", "all-reduce", "control" or "state".
+        move: one of `STEP_MOVES`, "control" or "state"; between tiers "up", "down", "read" or
+            "written".
         nbytes: payload bytes sent by this rank.
         peers: the number of ranks in the group.
         dtype: the dtype on the wire, such as "float32".

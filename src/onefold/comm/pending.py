@@ -93,8 +93,8 @@ def within(seconds: float, call: Callable[[], _T], store: Any = None) -> _T:
 # | gloo: waiting for a message                      | the wait itself                      | at once if the peer's process has  |
 # |                                                  |                                      | ended, else T                      |
 # | gloo: launching a message                        | the launch itself                    | at once                            |
-# | NCCL: two units past the move that the device    | `RunAhead.comes`; in the first two   | T                                  |
-# | waits for                                        | passes, after each unit: `settle`    |                                    |
+# | NCCL: two units past the move that the device    | `RunAhead.comes`                     | T                                  |
+# | waits for                                        |                                      |                                    |
 # | NCCL: at the end of a backward pass              | the exchange over gloo in            | at once, or T                      |
 # |                                                  | `agree_and_finish` (runtime/agree)   |                                    |
 # | NCCL: in `loss.item()` or the like               | NCCL's watchdog: it ends the process | 2T + 30 s                          |

@@ -278,9 +278,9 @@ def use_stream(stream: Any) -> Iterator[None]:
             torch.accelerator.set_stream(before)
 
 
-def new_event(device: torch.device, timing: bool = False) -> Any:
-    """Return a new event of `device`, not recorded yet. `timing`: for `elapsed_time`."""
-    return torch.Event(device=device, enable_timing=timing)
+def new_event(device: torch.device) -> Any:
+    """Return a new event of `device`, not recorded yet, with `elapsed_time`."""
+    return torch.Event(device=device, enable_timing=True)
 
 
 def reached(event: Any, seconds: float) -> bool:

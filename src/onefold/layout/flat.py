@@ -128,7 +128,6 @@ class FlatLayout:
     slots: tuple[Slot, ...]
     numel: int
     ranks: int
-    block: int = 0
 
     @classmethod
     def of(
@@ -155,7 +154,7 @@ class FlatLayout:
         wished = [q for q in (sector, BLOCK) if q and round_up(end, ranks * q) - end <= end // 200]
         quantum = wished[0] if wished else unit
         slots = (Slot(*parameter, start) for parameter, start in zip(named, starts, strict=True))
-        return cls(tuple(slots), round_up(end, ranks * quantum), ranks, block)
+        return cls(tuple(slots), round_up(end, ranks * quantum), ranks)
 
     @property
     def shard_numel(self) -> int:
