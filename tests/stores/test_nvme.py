@@ -4,6 +4,7 @@ nothing is left of a run that ended, or was killed.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import logging
@@ -428,7 +429,7 @@ class Run:
     def __init__(self, folder: Path, **options: Any) -> None:
         torch.manual_seed(0)
         tiers = {"offload_optimizer": "nvme", "offload_param": "nvme", "nvme": str(folder)}
-        recipe = onefold.Recipe.zero(3, stall_timeout=20.0, **tiers, **options)
+        recipe = onefold.Recipe.zero(3, stall_timeout=20.0, **(tiers | options))
         self.model: Any = onefold.shard(TinyGPT(), recipe)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
 
@@ -477,6 +478,34 @@ def test_a_disk_that_fails_in_the_middle_of_a_step_stops_every_rank_for_good(
     with pytest.raises((onefold.CheckpointError, onefold.TierError)):
         onefold.save(folder / "checkpoint", model=run.model, optimizer=run.optimizer)
     assert not (folder / "checkpoint").exists()
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("tiers", "error", "raised"),
+    [
+        ({}, MemoryError, (onefold.TierError, onefold.TierError)),
+        ({"offload_optimizer": "cpu", "offload_param": None, "nvme": None}, OSError, (None, OSError)),
+    ],
+    ids=["nvme", "cpu"],
+)
+def test_no_error_in_the_middle_of_a_step_is_swallowed(
+    tiers: dict[str, Any], error: type[Exception], raised: Any, folder: Path
+) -> None:
+    run = Run(folder, **tiers)
+    run.step(0)
+
+    def fails(*_: Any) -> None:
+        raise error("no room")
+
+    expected = raised[dist.get_rank()]
+    if dist.get_rank() == 1:
+        looks.engine(run.model).flats[-1].storage.stepped = fails
+    with pytest.raises(expected, match="no room") if expected else contextlib.nullcontext():
+        run.step(1)
+    if expected is onefold.TierError:
+        with pytest.raises(onefold.TierError, match="last checkpoint"):
+            run.step(2)
 
 
 @on_ranks(2)

@@ -80,7 +80,7 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
     """Step `entries`, all of offloaded flat buffers. Collective if any flat buffer is on NVMe.
 
     Raises:
-        TierError: on every rank, if a disk failed on one.
+        TierError: on every rank, if a flat buffer is on NVMe and one rank's step failed.
     """
     ready = {entry for entry in entries if entry.param.grad is not None}
     by_flat = {flat: [e for e in flat.entries if e in ready] for flat in engine.flats}
@@ -103,23 +103,22 @@ def step_apart(optimizer: Optimizer, engine: Engine, entries: Sequence[Entry]) -
                         drop_stepped_gradients(engine, flat, mine)
             on_disk = {flat: mine for flat, mine in by_flat.items() if flat.storage.on_disk}
             _Stepping(optimizer, engine, groups).run(on_disk)
-    except (OSError, TierError) as failure:
+    except Exception as failure:
         error = failure
     engine.transfers.pool.drain()
-    if engine.on_disk:
-        try:
-            agree_on_failure(
-                engine,
-                error,
-                "in the middle of the step: start again from the last checkpoint",
-            )
-        except TierError:
-            engine.transfers.broken = HALF
-            raise
-        finally:
-            # The error's traceback refers to this frame. Without `del` this reference cycle would
-            # keep the model alive until the garbage collector runs.
-            del error
+    try:
+        if engine.on_disk:
+            when = "in the middle of the step: start again from the last checkpoint"
+            agree_on_failure(engine, error, when)
+        elif error is not None:
+            raise error
+    except TierError:
+        engine.transfers.broken = HALF
+        raise
+    finally:
+        # The error's traceback refers to this frame. Without `del` this reference cycle would keep
+        # the model alive until the garbage collector runs.
+        del error
 
 
 def step_flat(
