@@ -153,6 +153,11 @@ def test_a_unit_stepped_twice_or_with_another_rate_is_refused(tmp_path: Path) ->
     optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(ValueError, match="'lr' of a parameter group was"):
         optimizer.step()
+    model = sharded(tmp_path, **BEHIND)
+    optimizer = plain(model)
+    model(features_of(5, 3, 7)).backward()
+    with pytest.raises(RuntimeError, match="drop every reference"):
+        adamw(model.parameters()).step()
 
 
 def test_states_on_nvme_are_not_pickled_or_copied_as_nothing(tmp_path: Path) -> None:

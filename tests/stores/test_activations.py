@@ -75,11 +75,16 @@ def _quick_collections() -> None:
     gc.freeze()
 
 
+def held(store: ActivationStore) -> int:
+    """Bytes on the host now, without alignment."""
+    return sum(copy.nbytes for copy in store._copies if copy.handles)
+
+
 def assert_nothing_is_left(*stores: ActivationStore) -> None:
     gc.collect()
     for store in stores:
         store.end_backward()
-        assert store.held == 0 and store.ledger.now() == {}, (store.held, store.ledger.now())
+        assert held(store) == 0 and store.ledger.now() == {}, (held(store), store.ledger.now())
         assert store.arena.ledger.now().keys() <= {"idle slabs"}, store.arena.ledger.now()
 
 
@@ -120,7 +125,6 @@ def test_training_gives_the_same_bits_within_any_budget(
     assert differences(train(None, checkpointing), train(store, checkpointing)) == []
     assert sum(on_host(store).values()) <= budget
     assert (store.down > 0) == (budget >= 512)
-    assert (store.refused > 0) == (budget <= 5000)
     assert_nothing_is_left(store)
 
 
@@ -283,14 +287,14 @@ def test_what_several_nodes_save_goes_down_once_and_comes_up_once_and_is_freed()
     memory = StorageWeakRef(h.untyped_storage())
     with saving(store):
         loss = (h @ weight).sum() + h.sin().sum() + (h.t() @ weight).sum() + h[1:].cos().sum()
-    assert store.down == store.held == nbytes
+    assert store.down == held(store) == nbytes
     assert {k: n for k, n in store.arena.ledger.now().items() if k != "idle slabs"} == {
         "activations": nbytes
     }
     del h
     assert memory.expired(), "it still takes memory on the device"
     loss.backward(retain_graph=True)
-    assert store.up == store.held == nbytes and store.ledger.now() == {}
+    assert store.up == held(store) == nbytes and store.ledger.now() == {}
     loss.backward()
     assert store.up == 2 * nbytes
     assert_nothing_is_left(store)
@@ -332,7 +336,7 @@ def test_graphs_that_are_dropped_raise_or_are_read_in_part_give_their_memory_bac
         raises = Fails.apply((x * 2).sin().cos()).tanh().sum()  # type: ignore[no-untyped-call]
         unread = (x * 3).sin().cos().tanh().sum()
         read = (x * 3).sin().cos().tanh().sum()
-    assert store.held > 0
+    assert held(store) > 0
     del dropped
     with pytest.raises(ValueError, match="on purpose"):
         raises.backward()
@@ -419,16 +423,16 @@ def test_a_pass_that_raises_leaves_no_hook_and_a_model_that_goes_leaves_no_memor
         model(features_of(1, 3, 8))
     assert not torch._C._autograd._top_saved_tensors_default_hooks(False)
     gc.collect()
-    assert store.held == 0
+    assert held(store) == 0
     model, store = sharded(0, "fp32")
     x = features_of(1, 4, 7).requires_grad_()
     loss = model(x).square().sum()
     (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
     h = torch.tanh(model.enter(x))  # a part called by itself is a pass, too
-    assert store.held > 0
+    assert held(store) > 0
     del h, model
     gc.collect()
     assert torch.equal(torch.autograd.grad(loss, x)[0], expected), "a graph may outlive its model"
     del loss
-    assert store.held == 0 and MOVING not in store.ledger.now()
+    assert held(store) == 0 and MOVING not in store.ledger.now()
     assert not {"activations", "idle slabs"} & store.arena.ledger.now().keys()

@@ -485,7 +485,11 @@ def test_a_disk_that_fails_in_the_middle_of_a_step_stops_every_rank_for_good(
     ("tiers", "error", "raised"),
     [
         ({}, MemoryError, (onefold.TierError, onefold.TierError)),
-        ({"offload_optimizer": "cpu", "offload_param": None, "nvme": None}, OSError, (None, OSError)),
+        (
+            {"offload_optimizer": "cpu", "offload_param": None, "nvme": None},
+            OSError,
+            (None, OSError),
+        ),
     ],
     ids=["nvme", "cpu"],
 )
@@ -506,6 +510,29 @@ def test_no_error_in_the_middle_of_a_step_is_swallowed(
     if expected is onefold.TierError:
         with pytest.raises(onefold.TierError, match="last checkpoint"):
             run.step(2)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["master", "the last state", "no room"])
+def test_a_disk_that_fails_in_a_load_is_said_on_every_rank(what: str, folder: Path) -> None:
+    run, again = Run(folder), Run(folder)
+    run.step(0)
+    path = onefold.save(folder / "saved", model=run.model, optimizer=run.optimizer)
+    flat, said = looks.engine(again.model).flats[-1], "Input/output error"
+    if what == "the last state":
+        again.break_disk("write", f"{flat.unit_name}.{flat.index}.state exp_avg_sq")
+    elif what == "master":
+        again.break_disk("write", what)
+    else:
+        said = what
+
+        def fails(*_: Any) -> None:
+            raise OSError(what)
+
+        if dist.get_rank() == 1:
+            looks.disk(again.model).region = fails
+    with pytest.raises(onefold.CheckpointError, match=rf"(?s){said}.*\(rank 1\)"):
+        onefold.load(path, model=again.model, optimizer=again.optimizer)
 
 
 @on_ranks(2)
@@ -530,3 +557,11 @@ def test_a_run_that_will_not_fit_is_refused_on_every_rank_before_it_begins(folde
         Run(folder)
     dist.barrier()
     assert list(folder.iterdir()) == []
+
+
+def test_nothing_is_read_where_gathers_read_the_masters_themselves(tmp_path: Path) -> None:
+    model = Run(tmp_path, precision="fp32").model
+    looks.watch(model)
+    for flat in looks.engine(model).flats:
+        flat.storage.renew()
+    assert not looks.moved(model).get("read")

@@ -24,9 +24,10 @@ from onefold.checkpoint.folder_source import FolderSource
 from onefold.checkpoint.parts import CHUNK, Held, groups_of
 from onefold.checkpoint.progress import moved
 from onefold.checkpoint.source import Item, Source
+from onefold.checkpoint.together import Together
 from onefold.checkpoint.values import fits
 from onefold.comm import Group
-from onefold.optim.faced_states import policy_of
+from onefold.optim.faced_states import policy_of, stored_as
 from onefold.optim.states import OptimizerParts, meet, placed, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
@@ -120,7 +121,8 @@ class Filling:
                 there = [(e, self.found[e.name]) for e in flat.entries if e.name in self.found]
                 dtype = flat.dtypes.master
                 self._fill(flat, [(Held(e, "", dtype, masters, *e.owned()), i) for e, i in there])
-            masters.finish()
+            with self._keeping():
+                masters.finish()
             # The first of the ranks that share a buffer reads it
             places = engine.buffers.places(self.buffers)
             by_group: dict[Group, dict[Item, torch.Tensor]] = {}
@@ -131,6 +133,8 @@ class Filling:
                 for item, tensor in found.items() if group.rank == 0 else ():
                     with self._keeping():
                         tensor.copy_(self._whole(item))
+            self._wait()
+            for group, found in by_group.items():
                 group.broadcast([*found.values()], engine.state_context("buffers"))
             engine.make_stale()
             engine.uninitialized.given({*self.found, *(item.name for item in self.buffers)})
@@ -164,6 +168,8 @@ class Filling:
                 # In the same order on every rank, since some of these reads are collective
                 for kind in sorted(found):
                     self._fill(flat, found[kind])
+            with self._keeping():
+                self.engine.transfers.flush()
             for each in parts:
                 show_states(each.optimizer)
                 if each.error:
@@ -193,9 +199,10 @@ class Filling:
             if whole is not None and not whole.mine and (like or entry.region is None):
                 continue
             if like:
-                made = parts.create(entry, item.state, dtype)
-                state |= made
-                values = made[item.state].dtype if item.state in made else torch.float32
+                kinds = stored_as(optimizer, entry, item.state, dtype)
+                with self._keeping():
+                    state |= parts.create(entry, item.state, dtype)
+                values = kinds.get(item.state, torch.float32)
                 held = Held(entry, item.state, values, parts, *parts.held(entry))
                 if whole is None:
                     yield held, item
@@ -233,6 +240,7 @@ class Filling:
                 x, y = held.entry.accounted()
                 for a, b in replace(held, x=x, y=y).chunks():
                     row[held.entry.among_owned((a, b))] = self._read(held, item, a, b)
+        self._wait()
         context = self.engine.state_context(flat.unit_name)
         flat.holders.all_gather(row, context, flat.index).wait()
         with self._keeping():
@@ -255,6 +263,10 @@ class Filling:
         self._go_on()
         return self.source.whole(item)
 
+    def _wait(self) -> None:
+        """Wait for slow ranks as long as they move bytes, which the training's groups do not."""
+        Together.of(self.engine).all_gather(None)
+
     def _go_on(self) -> None:
         """Raise the first error: nothing is read after it."""
         if self.error is not None:
@@ -266,7 +278,7 @@ class Filling:
         try:
             yield
         except Exception as error:
-            self.error = error
+            self.error = self.error or error
 
 
 def fit_groups(

@@ -257,7 +257,6 @@ class ActivationStore(Activations):
             eighth of a small budget. `side` holds as many for copies down.
         smallest: storages of fewer bytes stay on the device.
         down, up: bytes copied so far.
-        refused: bytes that stayed on the device because the budget had no room.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -270,7 +269,7 @@ class ActivationStore(Activations):
         self.smallest, self.ahead = SMALLEST, min(NEAR, budget // 8)
         self.side = CopyStream(self.device, window=self.ahead)
         self.arena = Arena(budget, transfers.host, self.side)
-        self.down = self.up = self.refused = 0
+        self.down = self.up = 0
         self.dropped: deque[Copy] = deque()
         self._there: set[int] = set()
         self._found: dict[Any, Copy] = {}
@@ -278,11 +277,6 @@ class ActivationStore(Activations):
         # Any thread may drop a saved tensor at any moment, also the garbage collector while this
         # thread holds the lock. So a drop is queued, and processed when the lock is free.
         self._lock = threading.Lock()
-
-    @property
-    def held(self) -> int:
-        """Bytes on the host now, without alignment."""
-        return sum(copy.nbytes for copy in self._copies if copy.handles)
 
     def resident(self) -> Iterator[torch.Tensor]:
         """Yield tensors whose memory stays on the device anyway."""
@@ -433,7 +427,6 @@ class ActivationStore(Activations):
             return None
         block = self.arena.take(nbytes)
         if block is None:
-            self.refused += nbytes
             return None
         position = len(self._copies)
         copy = Copy(key, version, weakref.ref(root), block, start, nbytes, position)

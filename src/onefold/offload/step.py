@@ -274,9 +274,7 @@ WAITING = 2
 
 
 class ApartStepper(Stepper):
-    """Steps with the optimizer's own step, or by the rule of moments in fewer bits; in the backward
-    pass in a thread of its own.
-    """
+    """Steps with the optimizer's own step; in the backward pass in a thread of its own."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -310,6 +308,7 @@ class ApartStepper(Stepper):
         Raises:
             ValueError: an option of a group has changed since the backward pass, which stepped with
                 the old value.
+            RuntimeError: the backward pass stepped with another optimizer.
         """
         _, before = self._owed.pop(optimizer, (0, []))
         for was, group in zip(before, optimizer.param_groups, strict=False):
@@ -321,6 +320,13 @@ class ApartStepper(Stepper):
                         f" {type(optimizer).__name__}.step(): change it before backward(), or leave"
                         " step_in_backward out."
                     )
+        for other in {self._owners.get(entry.number) for entry in entries} - {None, optimizer}:
+            if other in self._owed:
+                raise RuntimeError(
+                    f"step_in_backward=True has stepped parameters of this {type(optimizer).__name__}"
+                    f" in the backward pass, with the {type(other).__name__} that stepped them"
+                    " before: drop every reference to that one before the backward pass."
+                )
         if self.in_backward:
             self._owners |= {e.number: optimizer for e in entries if e.flat.storage.offloaded}
         step_apart(optimizer, self.engine, entries)

@@ -22,7 +22,7 @@ at any number of the host's threads. On a CPU nothing leaves: clipping measures 
 
 One step of an offloaded unit, by the calls that move its bytes:
 
-    Reducer._hand_over  ► accept ─────────────────── on transfers.down ──► .grad on the host
+    Reducer._bring_down ► accept ─────────────────── on transfers.down ──► .grad on the host
                           gradients_are_down: the host waits at the end of the backward pass
     optimizer.step()    ► offload/step.py step_apart ► step_flat ► new masters on the host
                           ► renew ► copy_up ───────── on transfers.up ────► the interval that is sent
@@ -439,12 +439,13 @@ class NvmeStorage(OffloadStorage):
             window.close("parameter")
 
     def renew(self) -> None:
-        for a, b in self.chunks():
-            window = Window(self, a, b)
-            master = window.open("master", self.flat.dtypes.master)
-            window.settle()
-            self.stepped(a, b, master)
-            window.close()
+        if self.rest is not None or "parameter" in self.regions:  # else gathers read the masters
+            for a, b in self.chunks():
+                window = Window(self, a, b)
+                master = window.open("master", self.flat.dtypes.master)
+                window.settle()
+                self.stepped(a, b, master)
+                window.close()
         self.transfers.flush()
 
     def part(self, kind: str, start: int, stop: int) -> torch.Tensor:

@@ -4,7 +4,7 @@
 |-----------------------------------------|----------------------------------------------|------------------------------|
 | on the device                           | the user's optimizer itself                  | at `optimizer.step()`        |
 | of whole matrices, also on the host     | the user's optimizer, by owners (optim/whole.py) | before the rest of that step |
-| with moments in 8 or 4 bits             | its rule, piece by piece (offload/step.py) | before the rest of that step |
+| with moments in a format of the recipe  | the user's optimizer, piece by piece (quant/moments.py) | before the rest of that step |
 | on the host                             | the user's optimizer, unit by unit (offload/step.py) | before the rest of that step |
 | on NVMe                                 | the user's optimizer, chunk by chunk (the same) | before the rest of that step |
 | on the host or NVMe, `step_in_backward` | as above, in a thread (the same) | when its gradient has landed |
