@@ -190,6 +190,28 @@ def test_what_cannot_be_saved_or_loaded_so_says_so(folder: Path) -> None:
     for words, call in rows.items():
         with pytest.raises(CheckpointError, match=words):
             call()
+    average = onefold.ema.EMA(model, 0.9)
+    with average.applied():
+        for part in state.values():
+            with pytest.raises(RuntimeError, match=r"inside ema\.applied"):
+                part.load_state_dict(part.state_dict())
     writer = HuggingFaceStorageWriter(str(folder / "a"), save_distributed=True)
     with pytest.raises(CheckpointException, match="of which torch keeps one piece"):
         dcp.save(state, storage_writer=writer)
+
+
+@on_ranks(2)
+def test_moments_in_fp32_of_bf16_masters_come_back_in_fp32(folder: Path) -> None:
+    recipe = onefold.Recipe.zero(2, precision="bf16", master_dtype="bf16", moments="fp32")
+    found = []
+    for seed in (1, 2):
+        model: Any = onefold.shard(build(seed), recipe)
+        optimizer = adamw(model, 0.1)
+        if seed == 1:
+            steps(model, optimizer, range(1))
+            dcp.save(onefold.dcp_state_dict(model, optimizer), checkpoint_id=folder)
+        else:
+            dcp.load(onefold.dcp_state_dict(model, optimizer), checkpoint_id=folder)
+        found.append(whole(model, optimizer))
+    assert dist.get_rank() or not differences(*found)
+    assert dist.get_rank() or found[1]["norm.weight/exp_avg"].dtype == torch.float32

@@ -23,6 +23,7 @@ import onefold
 from on_ranks import on_ranks
 from onefold.checkpoint import CheckpointError, checkpointer
 from onefold.checkpoint import folder as folders
+from onefold.checkpoint.folder_source import FolderSource
 from onefold.inspection.verify import examine
 from onefold.locks import Lock
 from ranks import outcomes_of
@@ -171,6 +172,8 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_changes_nothin
         "step=-3: expected the number of steps done": save(new, step=-3),
         "belongs to another model": save(new, optimizer=stranger),
         "given step 0 on rank 0 and 1 on rank 1": save(new, step=rank),
+        "expected something with save_pretrained": save(new, tokenizer=print),
+        "given strict True on rank 0 and False on rank 1": load(good, strict=not rank),
         "given path": save(folder / f"new {rank}"),
         "called (load|save) while rank . called (load|save)": save(new) if rank else load(good),
         "is nothing; expected a checkpoint": load(folder / "nowhere"),
@@ -193,6 +196,34 @@ def test_what_cannot_be_saved_or_loaded_is_said_on_every_rank_and_changes_nothin
     assert sorted(p.name for p in folder.iterdir()) == ["file", "good", "noted", "taken"]
     assert "_extra_state" in onefold.load(folder / "noted", model=plain, strict=False).unexpected[0]
     load(good, optimizer=optimizer)()
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("the folder is gone")
+
+    with (
+        onefold.Checkpointer(folder / "run", model=model) as checkpoints,
+        pytest.MonkeyPatch.context() as patch,
+        pytest.raises(CheckpointError, match=r"the folder is gone.*\(rank 0\)"),
+    ):
+        patch.setattr(checkpointer, "newest_first", fails)
+        checkpoints.load()
+
+
+@on_ranks(2)
+def test_a_load_waits_for_a_rank_that_is_slow_as_long_as_it_reads(folder: Path) -> None:
+    model = onefold.shard(built(TinyGPT), onefold.Recipe.zero(0, stall_timeout=4.0))
+    onefold.save(folder / "saved", model=model)
+
+    def slow(self: Any, item: Any, *rest: Any, read: Any = FolderSource.read_box) -> None:
+        time.sleep(1.2 * (dist.get_rank() == 1 and item.name.startswith("blocks.0")))
+        read(self, item, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FolderSource, "read_box", slow)
+        dist.barrier()
+        begun = time.monotonic()
+        onefold.load(folder / "saved", model=model)
+    assert time.monotonic() - begun > 4.0
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -69,7 +70,6 @@ class Checkpointer:
         self._together = Together.of(self._engine)
         self._saving: Background | None = None
         self._lock: Lock | None = None
-        self.skipped = 0
         with self._together.each_rank():
             if self._together.rank == 0:
                 self._take()
@@ -115,7 +115,6 @@ class Checkpointer:
             mine = bytes([255, self.under_way])  # no other message has this length
             context = self._engine.context("control", "(checkpoint)", "state")
             if self._engine.group.any_of(mine, context)[1]:
-                self.skipped += 1
                 return None
         self.wait()
         number = step_of(step)
@@ -159,10 +158,9 @@ class Checkpointer:
         """
         meet(self._engine, "Checkpointer.load")
         self.wait()
-        first = self._together.rank == 0
-        found = newest_first(self.root, damaged=True) if first else []
         errors = []
-        for path in self._together.from_first(found):
+        ask = partial(newest_first, self.root, damaged=True)
+        for path in self._together.said_by_first(ask):
             try:
                 return load(path, model=self.model, **parts)
             except DamagedCheckpoint as error:

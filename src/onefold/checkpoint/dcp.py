@@ -52,7 +52,7 @@ from onefold.checkpoint.parts import groups_of
 from onefold.checkpoint.saving import check_optimizers, optimizers_of
 from onefold.checkpoint.together import Together
 from onefold.layout.holders import BoxInterval, TensorBox, whole_region
-from onefold.optim.faced_states import stepped_elsewhere
+from onefold.optim.faced_states import stepped_elsewhere, stored_as
 from onefold.optim.states import OptimizerParts, meet, show_states
 from onefold.optim.verdict import fresh_state
 from onefold.runtime.flat import Entry
@@ -128,6 +128,7 @@ class _State:
     def _check(self, optimizers: Sequence[Optimizer] = ()) -> None:
         self.engine.check_moment("dcp_state_dict")
         check_optimizers(optimizers)
+        self.engine.settle()
         # A load writes to these tensors in place, and host-to-device copies may still read them
         self.engine.transfers.up.wait()
 
@@ -164,6 +165,7 @@ class ModelState(_State):
             CheckpointError: a value is not this rank's part of that name, or no parameter, buffer
                 or extra state of the model has that name.
         """
+        self.engine.about_to_write()
         mine = self.state_dict()
         with disable_torch_function(), torch.no_grad():
             named = (self.model.named_parameters, self.model.named_buffers)
@@ -243,6 +245,7 @@ class OptimizerState(_State):
                 none, or a value is not this rank's part.
         """
         self._check()
+        self.engine.about_to_write()
         with disable_torch_function(), torch.no_grad():
             self._take_options(state["param_groups"])
             elsewhere: dict[Optimizer, list[Any]] = {each: [] for each in self.optimizers}
@@ -366,7 +369,11 @@ def _fresh(parts: OptimizerParts, group: dict[str, Any], entry: Entry) -> dict[s
         CheckpointError: the optimizer's step failed, for instance because it needs a closure.
     """
     try:
-        return fresh_state(parts.optimizer, group, entry.param, parts.shape(entry))
+        fresh = fresh_state(parts.optimizer, group, entry.param, parts.shape(entry))
+        for key, value in fresh.items():
+            if isinstance(value, torch.Tensor):
+                fresh[key] = value.to(stored_as(parts.optimizer, entry, key, value.dtype)[key])
+        return fresh
     except Exception as error:
         raise CheckpointError(
             f"the state of a fresh {type(parts.optimizer).__name__} could not be made by a step with"

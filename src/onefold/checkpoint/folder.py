@@ -245,17 +245,16 @@ def of_run(path: Path) -> Path:
     return path
 
 
-def prune(root: Path, keep: int, just_saved: Path) -> list[Path]:
-    """Remove all but the `keep` newest of a run's checkpoints in `root`, and return the removed.
+def prune(root: Path, keep: int, just_saved: Path) -> None:
+    """Remove all but the `keep` newest of a run's checkpoints in `root`.
 
     Never removed: the checkpoint just saved, even if others have greater steps; folders whose name
     is not step-<number>; checkpoints with a damaged manifest.
     """
     of_a_run = [folder for folder in newest_first(root) if _OF_A_RUN.match(folder.name)]
-    old = [folder for folder in reversed(of_a_run[keep:]) if folder.name != just_saved.name]
-    for folder in old:
-        remove(folder)
-    return old
+    for folder in reversed(of_a_run[keep:]):
+        if folder.name != just_saved.name:
+            remove(folder)
 
 
 def remove(checkpoint: Path) -> None:

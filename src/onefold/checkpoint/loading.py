@@ -105,6 +105,7 @@ def load(
             )
     models, engines, together = begun("load", model)
     given = {name: kinds_of([things[name]]) for name in ("scheduler", "scaler")}
+    given["strict"] = str(strict)
     if isinstance(model, nn.Module):
         given["optimizer"] = kinds_of(optimizers_of(optimizer))
     with contextlib.closing(opened_alike(together, lambda: source_of(Path(path)), given)) as source:

@@ -226,6 +226,10 @@ class _Save:
                 for engine in engines:  # first, since it may be collective
                     engine.uninitialized.refuse("save() would write")
                 self.step = step_of(step)
+                if tokenizer is not None and not hasattr(tokenizer, "save_pretrained"):
+                    raise CheckpointError(
+                        f"tokenizer={tokenizer!r}: expected something with save_pretrained()."
+                    )
                 for engine in engines:
                     check_optimizers(optimizer)
                     engine.transfers.check()

@@ -295,7 +295,7 @@ def load_fitted(
     public function that was called. Returns (missing names, unexpected names).
     """
     models, engines, together = begun(call, module)
-    with contextlib.closing(opened_alike(together, fit)) as fitted:
+    with contextlib.closing(opened_alike(together, fit, {"strict": str(strict)})) as fitted:
         loaded = apply_source(engines, models, together, fitted, strict)
     return list(loaded.missing), list(loaded.unexpected)
 
