@@ -308,7 +308,7 @@ def test_ranks_without_experts_take_part_in_the_steps_of_the_others() -> None:
         Routed(),
     ]
     for model in models:
-        optimizer = Own(model.parameters(), by_matrix)
+        optimizer = Own([{"params": []}, {"params": [*model.parameters()]}], by_matrix)
         for _ in range(2):
             model(torch.ones(2, 8)).backward()
             if model is models[1]:
