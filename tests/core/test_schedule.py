@@ -167,6 +167,9 @@ def test_a_limit_that_is_none_and_a_context_inside_itself_are_refused() -> None:
 def test_between_the_passes_only_the_last_units_are_gathered_and_between_steps_none() -> None:
     model = sharded(prefetch=1)
     optimizer = sgd(model)
+    with pytest.raises(RuntimeError):
+        model.enter.weight @ torch.ones(3, 3)
+    assert looks.gathered(model) == []
     for batch in batches(3):
         looks.watch(model)
         loss = model(batch).square().mean()

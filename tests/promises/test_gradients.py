@@ -44,6 +44,10 @@ def test_what_waits_is_divided_where_it_is_whole_and_where_a_group_has_summed_it
         with onefold.no_sync(model):
             for seed in range(2):
                 model(features_of(seed, 4, 7)).square().sum().backward()
+            if divisor != 1:  # a pass that accumulates nothing, and raises
+                (x := features_of(0, 4, 7).requires_grad_()).register_hook(lambda _: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    torch.autograd.grad(model(x).sum(), x)
         onefold.parallel.reduce_grad(model, divisor)
         norms.append(float(onefold.clip_grad_norm_(model, math.inf)))
     assert norms[0] == pytest.approx(4 * norms[1], rel=1e-5)
