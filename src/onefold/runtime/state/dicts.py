@@ -198,8 +198,8 @@ def load_full_state_dict(
     and the unexpected names.
 
     Raises:
-        ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, or if names
-            differ and `strict` is True.
+        ValueError: on every rank, if rank 0 gave no dict of tensors, if shapes differ, if names differ
+            and `strict` is True, or if ranks have values of their own of a buffer.
     """
     engine = engine_of(module)
     engine.check_moment(_LOAD)
