@@ -147,6 +147,32 @@ def test_a_write_that_nobody_sees_fails_the_save_instead_of_mixing_two_moments(
     assert not list(folder.iterdir())
 
 
+@on_ranks(2, fresh=True)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_module_writes_to_its_weights_follows_the_copy_or_fails_the_save(
+    stage: int, folder: Path
+) -> None:
+    """At stage 1 masters are a part of the whole weights, so that the write cannot wait."""
+    model: Any = made(stage)[0]
+    before = weights(model)
+
+    def write(head: Any, _: Any) -> None:
+        head.weight.zero_()
+
+    model.head.register_forward_pre_hook(write)
+    hold_copies(pytest.MonkeyPatch())
+    saving = onefold.save_async(folder / "a", model=model)
+    with torch.no_grad():
+        model(tokens_of(0))
+    assert not weights(model)["head.weight"].any()
+    if stage == 1:
+        with pytest.raises(CheckpointError, match="two moments"):
+            saving.wait()
+    else:
+        onefold.load(saving.wait(), model=model)
+        assert not differences(before, weights(model))
+
+
 # -- errors ----------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,8 @@ takes seconds, so the background thread does it.
 
 [Note: nobody writes under the copy] Every write through the engine (a step, a load,
 full_params(write=True)) waits for the copy first. The user's own writes change the tensors' version
-counters. The save then raises an error; otherwise the copy would mix old and new values.
+counters, also those of a module in its forward pass to weights of which masters are a part. The save
+then raises an error; otherwise the copy would mix old and new values.
 """
 
 from __future__ import annotations
@@ -88,12 +89,12 @@ class Copying:
             for part in pieces[i].values():
                 copy[filled : filled + part.numel()].copy_(part, non_blocking=True)
                 filled += part.numel()
-            self._copies[i] = replace(pieces[i], values=partial(list, [copy]), watched=None)
+            self._copies[i] = replace(pieces[i], values=partial(list, [copy]), watched=())
 
     def _now(self) -> dict[int, int]:
         """Return the versions of the parts that stay as they are between two steps."""
         watched = ((i, part.watched) for i, part in enumerate(self._parts.tensors))
-        return {i: 0 if t.is_inference() else int(t._version) for i, t in watched if t is not None}
+        return {i: sum(t._version for t in ts if not t.is_inference()) for i, ts in watched if ts}
 
     def run(self) -> RankState:
         """Copy the rest, in any thread. Returns the copied parts.

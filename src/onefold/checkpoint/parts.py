@@ -94,7 +94,7 @@ class PieceToWrite:
 
     Attributes:
         values: returns them in order, in parts on any device.
-        watched: a tensor whose version counter tells of writes to them, if they stay the same between
+        watched: tensors whose version counters tell of writes to them, if they stay the same between
             two steps.
     """
 
@@ -104,7 +104,7 @@ class PieceToWrite:
     where: BoxInterval
     values: Callable[[], Iterable[torch.Tensor]]
     aliases: tuple[str, ...] = ()
-    watched: torch.Tensor | None = None
+    watched: tuple[torch.Tensor, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -129,7 +129,7 @@ class RankState:
     def nbytes(self) -> int:
         return sum(piece.nbytes for piece in self.tensors)
 
-    def add(self, held: Held, watched: torch.Tensor, first: bool) -> None:
+    def add(self, held: Held, watched: tuple[torch.Tensor, ...], first: bool) -> None:
         """Add what this rank writes of a parameter or a state. The first rank also reports tensors
         without elements.
         """
@@ -216,7 +216,9 @@ def _collect_model(
     first, masters = engine.rank == 0, MasterParts()
     for entry in (e for e in engine.entries if e in chosen):
         held = Held(entry, "", entry.flat.dtypes.master, masters, *entry.accounted())
-        out.add(held, entry.param, first)
+        # What a module writes in a forward pass is in these masters before `keep_writes` can wait
+        shared = (entry.local, entry.compute) if entry.flat.spec.shares_memory else ()
+        out.add(held, (entry.param, *shared), first)
     buffers, odd = beside_parameters(engine, model)
     for name, buffer in buffers.items():
         group, place = own.get(name, (engine.group, ""))
@@ -284,7 +286,7 @@ def _collect_states(
             if kind in ("packed", "elements"):
                 if name not in moments:  # codes and scales are one moment
                     dtype = torch.float32 if kind == "packed" else value.dtype
-                    out.add(Held(entry, name, dtype, parts, start, stop), value, first)
+                    out.add(Held(entry, name, dtype, parts, start, stop), (value,), first)
                 moments.add(name)
             elif kind == "number":
                 # Every rank has the number. Ranks that answer for some of the parameter's elements

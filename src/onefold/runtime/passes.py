@@ -514,6 +514,9 @@ def keep_writes(unit: Unit) -> None:
                 " to it after optimizer.step(), under torch.no_grad()."
             )
         if written:
+            engine: Any = flat.engine()
+            if engine.copying is not None:
+                engine.copying()  # a save may still read the masters
             flat.storage.keep_written(full[slice(*flat.owned)])
             flat.gather.cached_of = -1
 
