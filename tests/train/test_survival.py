@@ -17,7 +17,9 @@ import pytest
 from onefold.processes.peers import Peer, PeerMonitor
 from onefold.processes.signals import CONTROL, Stop, StopSignal
 from onefold.train.config import resolve
+from onefold.train.launch import _Signals
 from onefold.train.loop import Row
+from onefold.train.report import Console, json_lines
 from onefold.train.worker import Rank
 from ranks import outcomes_of, run_ranks
 from started_runs import (
@@ -242,6 +244,34 @@ def test_what_a_signal_asks_of_a_rank(
         1, asked_of, str(tmp_path), arm, numbers, grace, ends, process_group=False
     )
     assert (outcome.value if outcome.value is not None else outcome.exitcode) == found, outcome
+
+
+def told_to_nobody() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+    for make in (Console, lambda: json_lines):
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
+        for _ in range(2):
+            make()("note", {"text": "the training goes on"})
+        sys.stdout.flush()
+        os.dup2(writing, 1)
+
+
+def test_a_run_goes_on_if_nobody_reads_what_it_prints() -> None:
+    (outcome,) = outcomes_of(1, told_to_nobody, process_group=False)
+    assert outcome.exitcode == 0, outcome
+
+
+def test_a_signal_that_is_ignored_stays_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        signals = _Signals(tmp_path, silent=True)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) == signals._came
+        signals.stop()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 # -- which rank ------------------------------------------------------------------------------------

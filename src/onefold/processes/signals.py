@@ -231,7 +231,8 @@ class StopSignal:
                 f"rank {self.rank}: step and checkpoint took longer than the {self.grace:g} s of"
                 " --grace; what was saved before remains."
             )
-            print(text, file=sys.stderr, flush=True)
+            with contextlib.suppress(OSError):  # nobody may read it any more
+                print(text, file=sys.stderr, flush=True)
         os._exit(1)
 
 

@@ -159,7 +159,11 @@ class _Signals:
         self.arrived: set[int] = set()
         self.by_hand = 0
         numbers = (signal.SIGINT, signal.SIGHUP, *PREEMPTION)
-        self._before = {number: signal.signal(number, self._came) for number in numbers}
+        self._before = {
+            number: signal.signal(number, self._came)
+            for number in numbers
+            if signal.getsignal(number) is not signal.SIG_IGN  # as `signals.listen`
+        }
 
     def stop(self) -> None:
         """Let those handle signals who did before."""

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,18 @@ class Reporter:
         self.say("alert", text=text)
 
 
+@contextlib.contextmanager
+def to_those_who_read() -> Iterator[None]:
+    """Go on if nobody reads standard output any more: `| tee` ends at a Ctrl-C, a terminal closes. It
+    leads nowhere from then on.
+    """
+    try:
+        yield
+    except (OSError, SystemExit):  # the latter is rich's
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+@to_those_who_read()
 def json_lines(event: str, values: Row) -> None:
     """Print one JSON object per line, with the key "event"."""
     print(json.dumps({"event": event, **values}), flush=True)
@@ -147,6 +160,7 @@ class Console:
         self._shown: Row = {}
         self._plan: Row = {}
 
+    @to_those_who_read()
     def __call__(self, event: str, values: Row) -> None:
         styles = {"note": "dim", "alert": "yellow"}
         if event in styles:
@@ -161,6 +175,7 @@ class Console:
         elif event == "done":
             self._done(values)
 
+    @to_those_who_read()
     def close(self) -> None:
         """Leave the terminal as it was."""
         if self._bar is not None:

@@ -108,13 +108,14 @@ class Rank:
 
     def fail(self, error: BaseException) -> None:
         """Report what went wrong, once per machine, and end this process."""
-        if self.stop.speak_first():
-            self._say(error)
-            # Not for a CheckpointError: a rank may have gone during the save, so restart
-            if isinstance(error, TrainError):
-                self.stop.no_restart()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            if self.stop.speak_first():
+                # Not for a CheckpointError: a rank may have gone during the save, so restart
+                if isinstance(error, TrainError):
+                    self.stop.no_restart()
+                self._say(error)
+            sys.stdout.flush()
+            sys.stderr.flush()
         if self.peers is not None and self.peers.gone:  # another rank is to blame: leave in order
             self.leave()
         if self.run is not None and threading.current_thread() is threading.main_thread():
