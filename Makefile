@@ -1,4 +1,4 @@
-# make train   an environment of its own, then `onefold train`      make test       the tests (all)
+# make train   an environment of its own, then `onefold train`      make test       the tests that CI runs
 # make check   ruff, imports and mypy                               make test-fast  the tests that take seconds
 # make bench   Onefold beside its peers                             make habits     writes benchmarks/results/habits.md from what its tests find
 # make docs    the site of docs/, in site/                         make options    writes the tables of docs/options.md
@@ -50,9 +50,9 @@ test-all: $(VENV)/.dev
 # Stand-ins for other processors, each with a cache of its own for torch's compiler (its keys do not name the processor). The last one gives products of each shape bits of their own (tests/products_by_shape.py).
 PROCESSORS := ATEN_CPU_CAPABILITY=default ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_CBWR=COMPATIBLE MKL_CBWR=AVX2 \
 	ONEFOLD_TEST_PRODUCTS=by-shape
-# What promises equal bits, or is compared within rounding: stages, schedules, groups, tiers, tiles, activations, moments, checkpoints.
+# What promises equal bits, or is compared within rounding: stages, schedules, groups, tiers, activations, moments, checkpoints.
 BITS := tests/test_ranks.py tests/promises tests/optim tests/parallel tests/stores/test_activations.py \
-	tests/checkpoints/test_in_tiles.py $(addprefix tests/train/test_,resume.py run.py tiers_of_a_run.py)
+	$(addprefix tests/train/test_,resume.py run.py tiers_of_a_run.py)
 
 test-processors: $(VENV)/.dev
 	@failed=; for processor in $(PROCESSORS); do \
