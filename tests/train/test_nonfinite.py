@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from onefold.processes.ranks import Ranks
+from onefold.train import loop
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
@@ -134,6 +135,22 @@ def test_the_unit_and_the_rank_are_named(text: str, fault: str, unit: str, what:
         losses(run)
     assert re.search(rf"unit '{re.escape(unit)}', on rank 0", str(error.value)), error.value
     assert "--on-nonfinite skip" in str(error.value)
+
+
+def test_a_step_that_stepped_in_its_backward_pass_is_told_without_a_unit(text: str) -> None:
+    run = make(text, offload_optimizer="cpu", step_in_backward=True, clip=0)
+    break_at(run, 2, "output")
+    with pytest.raises(TrainError, match="the loss at step 3 is nan; its backward pass"):
+        losses(run)
+
+
+def test_a_held_out_loss_that_is_not_finite_is_none(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "held_out_loss", lambda run: float("nan"))
+    rows: list[Row] = []
+    train(make(text, eval_every=1, steps=1), lambda: 0, rows.append)
+    assert rows[0]["eval_loss"] is None
 
 
 def test_weights_that_an_update_broke_are_named(text: str) -> None:

@@ -19,7 +19,8 @@ from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.train.worker import export
 from onefold.wording import TrainError
-from started_runs import alone
+from ranks import run_ranks
+from started_runs import alone, this_rank
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -65,7 +66,7 @@ def text(tmp_path: Path) -> str:
     return str(tmp_path / "text.txt")
 
 
-def make(text: str, **options: Any) -> Run:
+def make(text: str, ranks: Ranks = ALONE, **options: Any) -> Run:
     given = {
         "model": "llama:tiny",
         "tokenizer": "bytes",
@@ -75,7 +76,7 @@ def make(text: str, **options: Any) -> Run:
         "eval_every": 0,
         "lr": 1e-3,
     }
-    return prepare(resolve({**given, **options}), ALONE, lambda line: None)
+    return prepare(resolve({**given, **options}), ranks, lambda line: None)
 
 
 def steps(run: Run) -> list[Row]:
@@ -157,6 +158,21 @@ def test_conversations_weigh_every_token_the_same(tmp_path: Path) -> None:
     together = losses(str(file), micro_batch=11, **options)
     apart = losses(str(file), micro_batch=1, global_batch=11, **options)
     assert together == pytest.approx(apart, rel=1e-5)
+
+
+def tokens_read(file: str) -> tuple[int, int]:
+    """(of this rank, of all as the row says)."""
+    run = make(file, ranks=this_rank(), steps=1, micro_batch=1, global_batch=4)
+    mine = run.order.micro_batches(0, run.part, run.parts, 1)
+    own = sum(run.data.samples.batch(chosen)["input_ids"].numel() for chosen in mine)
+    return own, steps(run)[0]["tokens"]
+
+
+def test_tokens_of_conversations_are_those_of_all_ranks(tmp_path: Path) -> None:
+    chats = [{"messages": [{"role": "assistant", "content": "ab" * n}]} for n in range(1, 13)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+    (first, told), (second, same) = run_ranks(2, tokens_read, str(tmp_path / "chat.jsonl"))
+    assert first != second and told == same == first + second
 
 
 def test_held_out_loss_does_not_depend_on_how_it_is_cut(text: str) -> None:

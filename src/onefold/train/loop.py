@@ -125,7 +125,8 @@ class _Step:
             `time.perf_counter`. own: seconds that this rank computed without waiting.
         numbers: returns this rank's part of the loss, the gradient norm and, with a scaler on the
             device, the loss scale after the step. Waits for them, and for nothing launched later.
-        row: the step's figures, as far as they are known.
+        tokens: of this rank; of all once the numbers are read. row: the step's figures, as far as they
+            are known.
     """
 
     number: int
@@ -189,7 +190,7 @@ class _Loop:
                 update(run, apply="left_out" not in seen.row)
                 if scaler is not None:
                     seen.row["scale"] = scaler.get_scale()
-            seen.row = {**self._figures(step, tokens), **seen.row}
+            seen.row = {**self._figures(step, seen.tokens), **seen.row}
             if before is not None:
                 self.report(before.row)
             if self.late and not self._is_needed(step):
@@ -199,7 +200,8 @@ class _Loop:
         if self.waiting is None:
             if self._evaluates(step):
                 sent = self.engine.traffic.sent().nbytes
-                seen.row["eval_loss"] = held_out_loss(run)
+                held_out = held_out_loss(run)
+                seen.row["eval_loss"] = held_out if math.isfinite(held_out) else None
                 seen.row["eval_wire_bytes"] = self.engine.traffic.sent().nbytes - sent
             self.report(seen.row)
         if self.keeper is not None:
@@ -241,8 +243,10 @@ class _Loop:
         # The greatest and its rank in one number: nothing here grows with the number of ranks
         mine = round(seen.own * 1e6) * ranks.world_size + ranks.rank
         slow, least = self._ask(mine, -seen.own)
-        # Ranks that divide layers have the same loss
-        row, loss = seen.row, ranks.sum(loss)[0] / self.run.config.tp
+        # Ranks that divide layers have the same loss and tokens
+        row, sums = seen.row, ranks.sum(loss, seen.tokens)
+        loss, tokens = (total / self.run.config.tp for total in sums)
+        row["tokens"] = seen.tokens = round(tokens)
         if self.late:
             now = time.perf_counter()
             row |= self.meter.rates(now - max(seen.begun, self._arrived), seen.tokens)
@@ -278,7 +282,12 @@ class _Loop:
         what, value = ("gradient norm", norm) if math.isfinite(loss) else ("loss", loss)
         text = f"the {what} at step {step + 1} is {value}"
         if config.on_nonfinite == "stop" or self.bad >= config.nonfinite_limit:
-            where = locate(run, step, seen.generators)
+            where = (
+                "its backward pass has stepped units, so it is not run again to find where: leave out"
+                " --step-in-backward for that, and for --clip and --on-nonfinite skip"
+            )
+            if not run.recipe.step_in_backward:
+                where = locate(run, step, seen.generators)
             many = f" That makes {self.bad} such steps in a row (--nonfinite-limit)."
             raise TrainError(
                 f"{text}; {where}.{many if config.on_nonfinite == 'skip' else ''} Try a lower --lr, a"
@@ -323,7 +332,7 @@ class _Loop:
 
 def forward_backward(run: Run, step: int) -> tuple[torch.Tensor, int]:
     """Compute one step's gradients and leave them in the model.
-    Returns (this rank's part of the loss, in fp32 on the device; tokens of the whole global batch).
+    Returns (this rank's part of the loss, in fp32 on the device; tokens of this rank).
     """
     samples = run.data.samples
     mine = run.order.micro_batches(step, run.part, run.parts, run.choice.micro_batch)
@@ -344,7 +353,7 @@ def forward_backward(run: Run, step: int) -> tuple[torch.Tensor, int]:
             (scaled if run.scaler is None else run.scaler.scale(scaled)).backward()
         loss_sum = part.detach() if loss_sum is None else loss_sum + part.detach()
     assert loss_sum is not None
-    return loss_sum, tokens * run.parts
+    return loss_sum, tokens
 
 
 def measure_gradients(run: Run) -> torch.Tensor:

@@ -51,8 +51,8 @@ Listener = Callable[[str, Row], object]
 class Reporter:
     """Tells what happens to those who show or keep it. Without listeners it tells nobody."""
 
-    def __init__(self, *listeners: Listener) -> None:
-        self.listeners = list(listeners)
+    def __init__(self) -> None:
+        self.listeners = list[Listener]()
 
     def say(self, event: str, **values: Any) -> None:
         """See the table above."""
@@ -241,7 +241,7 @@ def _figures(row: Row, borders: str) -> str:
     parts = [
         f"loss {row['loss']:.3f}" if row["loss"] is not None else "loss not finite",
         "left out" if row.get("left_out") else "",
-        f"held-out {row['eval_loss']:.3f}" if "eval_loss" in row else "",
+        f"held-out {row['eval_loss']:.3f}" if row.get("eval_loss") is not None else "",
         f"{row['tokens_per_s']:.0f} tokens/s",
         f"memory {readable(row['memory'])} (peak {readable(row['memory_peak'])})",
         f"wire {readable(sent)}/step" + (f" ({', '.join(details)})" if details else ""),
