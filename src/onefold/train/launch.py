@@ -60,6 +60,8 @@ def check_early(config: TrainConfig) -> None:
         check_hub(config.model)
     if config.lora is not None and importlib.util.find_spec("peft") is None:
         raise TrainError(f"--lora {config.lora} needs peft: pip install peft.")
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise TrainError("--tensorboard needs: pip install tensorboard.")
 
 
 def ranks_to_start(config: TrainConfig) -> tuple[int, str]:
