@@ -8,7 +8,7 @@ import os
 import re
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,7 +147,7 @@ class MemoryLedger:
     def __init__(self) -> None:
         self.probes: dict[str, Callable[[], int]] = {}
         self.record = False
-        self.timeline: deque[tuple[float, str, str, int]] = deque(maxlen=1 << 16)
+        self.timeline: list[tuple[float, str, str, int]] = []
         self._now: Counter[str] = Counter()
         self._peak: dict[str, int] = {}
         self._total = self._peak_total = 0

@@ -21,8 +21,6 @@ MOVES = ("all-gather", "reduce-scatter", "all-reduce")
 OWNERS = "owners"
 #: All moves that a step may have.
 STEP_MOVES = (*MOVES, OWNERS)
-#: Events kept: some steps of a large model.
-WINDOW = 8192
 
 
 @dataclass(slots=True)
@@ -87,7 +85,7 @@ class TrafficLedger:
     def __init__(self) -> None:
         # Called at each move: whether to keep its event. The default, bool(), is False
         self.wanted: Callable[[], bool] = bool
-        self.events: deque[TrafficEvent] = deque(maxlen=WINDOW)
+        self.events: list[TrafficEvent] = []
         self._marks: deque[tuple[Any, Any, TrafficEvent | None]] = deque()
         self.reset()
 
