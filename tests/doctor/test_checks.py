@@ -86,6 +86,12 @@ def test_what_cannot_run_is_left_out_with_a_reason(tmp_path: Path) -> None:
     assert wait.status == LEFT_OUT and "on CUDA and ROCm only" in wait.said
 
 
+def test_nodes_that_share_no_folder_tell_what_is_wrong_too(tmp_path: Path) -> None:
+    absent = str(tmp_path / "of another node")
+    ((row,), _) = run_ranks(2, checked, ["collectives"], "all-gather", absent)
+    assert row.status == WRONG and "brings wrong numbers" in row.said, row
+
+
 @pytest.mark.parametrize(
     ("check", "broken", "said"),
     [

@@ -130,7 +130,8 @@ def run_checks(here: Here, checks: Sequence[Check], put: Callable[[Outcome], obj
             status, said = LEFT_OUT, str(why)
         except Exception as error:
             status, said = WRONG, f"rank {here.rank}: {_told(error)}"
-            with contextlib.suppress(FileExistsError), first.open("x") as file:
+            # Another rank was first, or this node does not share the folder
+            with contextlib.suppress(OSError), first.open("x") as file:
                 file.write(said)
             faulthandler.dump_traceback_later(GRACE, exit=True)
         outcomes = here.gather((status, said))
