@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,8 @@ PATIENCE = 5.0
 #: Seconds that a rank waits, after it stopped with the others, for a request that its own machine
 #: end as well.
 LINGER = 5.0
+#: Steps whose rows a rank keeps for the report's figures.
+RECENT = 1000
 #: Options that each machine sets for itself.
 OF_A_MACHINE = {"nproc", "device", "grace", "max_restarts"}
 #: Parts of the messages with which torch and Python report a failed allocation, in lower case.
@@ -214,7 +217,8 @@ def otherwise(given: TrainConfig, ranks: Ranks) -> str:
 
 
 def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: str) -> int:
-    folder, begun, rows = Path(str(config.output)), time.perf_counter(), list[Row]()
+    folder, begun = Path(str(config.output)), time.perf_counter()
+    rows, losses = deque[Row](maxlen=RECENT), list[float]()  # the latest; the first and the last
     with contextlib.ExitStack() as stack:
         say = Reporter()
         if ranks.is_first and config.json_lines:
@@ -252,6 +256,8 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: s
 
         def report(row: Row) -> None:
             rows.append(row)
+            if row["loss"] is not None:
+                losses[1:] = [row["loss"]]
             say.say("step", **row)
 
         me.stop.arm()
@@ -259,14 +265,13 @@ def _run(config: TrainConfig, ranks: Ranks, me: Rank, restarted: bool, unlike: s
         done = _train(run, me, keeper, report, say)
         me.doing = "saving the model"
         try:
-            observe(run, folder, rows)
+            observe(run, folder, list(rows))
         except OSError as error:
             say.alert(f"the report's files cannot be written: {error.strerror or error}")
         stopped, kind = done < run.steps or Stop.PREEMPT in run.stopped, None
         if not stopped:
             me.leave()  # the first rank may write for long, and finishes even if another rank goes
             kind = export(run, folder / "model")
-        losses = [row["loss"] for row in rows if row["loss"] is not None]
         say.say(
             "done", done=True, stopped=stopped, why=run.stopped.reason if stopped else "", steps=done,
             seconds=time.perf_counter() - begun, first_loss=losses[0] if losses else None,
