@@ -7,19 +7,22 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from onefold.processes.signals import Stop
-from onefold.recipe.optimizers import TRAINED
+from onefold.recipe.optimizers import PLANNED, TRAINED
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.launch import check_early
 from onefold.train.loop import train
+from onefold.train.optimizers import make, planned_as
 from onefold.train.prepare import prepare
 from onefold.train.report import Reporter
 from onefold.wording import TrainError
@@ -102,6 +105,14 @@ def test_what_cannot_be_is_told_before_anything_is_loaded(
     assert said in str(error.value)
 
 
+def test_tensorboard_that_is_not_installed_is_told_before_anything_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    with pytest.raises(TrainError, match="pip install tensorboard"):
+        check_early(resolve({"tensorboard": True, "data": __file__}))
+
+
 def test_a_run_goes_on_with_its_optimizers_states_and_not_with_anothers(tmp_path: Path) -> None:
     job = next(job for job in variants(tmp_path) if job["optimizer"] == "sgd")
     whole = losses_on(alone(), **{**job, "steps": 6, "schedule": "constant"})
@@ -126,6 +137,26 @@ def test_a_run_goes_on_with_its_optimizers_states_and_not_with_anothers(tmp_path
     assert other.optimizer.param_groups[0]["momentum"] == 0.5
     with pytest.raises(TrainError, match="holds the states of --optimizer sgd, and this run has"):
         started(optimizer="adamw", optimizer_options=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("adamw", "amsgrad=true"),
+        ("rmsprop", "alpha=0.9"),
+        ("rmsprop", "momentum=0.9"),
+        ("rmsprop", "momentum=0.9 centered=true"),
+        ("sgd", "momentum=0.9"),
+    ],
+)
+def test_the_plan_counts_the_states_that_options_add(name: str, options: str) -> None:
+    config = resolve({"optimizer": name, "optimizer_options": options})
+    p = torch.nn.Parameter(torch.ones(4))
+    optimizer = make(config, [{"params": [p]}], "cpu")
+    p.grad = torch.ones(4)
+    optimizer.step()
+    held = sum(value.numel() == 4 for value in optimizer.state[p].values())
+    assert PLANNED[planned_as(config)].elementwise_states == held
 
 
 def rows_with_muon(job: dict[str, Any], most: int) -> tuple[list[Any], dict[str, list[str]]]:

@@ -132,6 +132,10 @@ KNOWN: Mapping[str, KnownOptimizer] = {
         "Adam", states=_ADAM, options=(*_OF_ADAM, "decoupled_weight_decay"),
         simulated=True, betas=True, fused="any",
     ),
+    "adam-amsgrad": KnownOptimizer(
+        "Adam", states=(*_ADAM, KeptState("max_exp_avg_sq")), arguments={"amsgrad": True},
+        simulated=True, fused="any",
+    ),
     "nadam": KnownOptimizer(
         "NAdam", options=("betas", "eps", "momentum_decay", "decoupled_weight_decay"), planned="adam",
         betas=True,

@@ -93,12 +93,22 @@ def check_optimizer(config: TrainConfig) -> None:
         )
 
 
+#: {(an optimizer, how many states its options add): the row with as many}
+WITH_MORE_STATES = {
+    ("sgd", 1): "sgd-momentum",
+    ("rmsprop", 1): "adam",
+    ("rmsprop", 2): "adam-amsgrad",
+    ("adam", 1): "adam-amsgrad",
+    ("adamw", 1): "adam-amsgrad",
+}
+
+
 def planned_as(config: TrainConfig) -> str:
     """Return the plan's name for an optimizer with as many states per element."""
     given = config.optimizer_options or {}
-    if config.optimizer == "sgd" and given.get("momentum"):
-        return "sgd-momentum"
-    return TRAINED[config.optimizer].planned or config.optimizer
+    more = sum(bool(given.get(name)) for name in ("momentum", "amsgrad", "centered"))
+    planned = TRAINED[config.optimizer].planned or config.optimizer
+    return WITH_MORE_STATES.get((config.optimizer, more), planned)
 
 
 def make(config: TrainConfig, groups: list[dict[str, Any]], device: str) -> Any:
