@@ -90,7 +90,10 @@ def test_an_earlier_run_is_not_overwritten_unasked(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     with pytest.raises(TrainError, match="holds an earlier run"):
         check_output(resolve({"output": str(tmp_path)}))
+    (tmp_path / "tensorboard").mkdir()
+    (tmp_path / "observed-rank1.json").touch()
     check_output(resolve({"output": str(tmp_path), "overwrite": True}))
+    assert [path.name for path in tmp_path.iterdir()] == ["model"], "figures of the earlier run"
     fresh = name_output(resolve({"model": "llama:tiny"})).output
     assert fresh is not None and fresh.startswith("runs/llama-tiny-")
 

@@ -49,7 +49,7 @@ def name_output(config: TrainConfig) -> TrainConfig:
 
 def check_output(config: TrainConfig) -> None:
     """Raise TrainError if the folder holds an earlier run that is not gone on with. With --overwrite,
-    remove that run's checkpoints. Call it with a claim on the folder, and not after a restart.
+    remove that run's checkpoints and figures. Call it with a claim on the folder, and not after a restart.
     """
     folder = Path(str(config.output))
     # Not `onefold.checkpoint.newest_first`, which needs torch
@@ -57,6 +57,9 @@ def check_output(config: TrainConfig) -> None:
     if config.overwrite:
         for path in kept:
             shutil.rmtree(path)
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)
+        for file in folder.glob("observed*.json"):
+            file.unlink()
         return
     earlier = [name for name in ("model", METRICS) if os.path.exists(folder / name)]
     # A run that ended before its first checkpoint starts again from step 0
