@@ -71,20 +71,21 @@ def test_muon_gets_the_matrices_that_are_no_embedding_and_no_head() -> None:
     model = nn.ModuleDict(
         {
             "tokens": nn.Embedding(64, 16),
-            "positions": nn.Embedding(16, 16),
-            "square": nn.Linear(16, 16),  # the shape of the positions
+            "positions": nn.Embedding(80, 16),
+            "ups": nn.ModuleList(nn.Linear(16, 80) for _ in range(2)),  # the shape of the positions
+            "bag": nn.EmbeddingBag(8, 16),
             "norm": nn.LayerNorm(16),
             "convolution": nn.Conv1d(4, 4, 3),
             "head": nn.Linear(16, 64, bias=False),
         }
     )
     matrices = hidden_matrices(model)
-    assert matrices == {"square.weight"}
+    assert matrices == {"ups.0.weight", "ups.1.weight"}
     groups = parameter_groups(model.named_parameters(), names_without_decay(model), 0.1, matrices)
     assert [(g["use_muon"], g["weight_decay"], len(g["params"])) for g in groups] == [
         (False, 0.1, 2),
-        (False, 0.0, 6),
-        (True, 0.1, 1),
+        (False, 0.0, 8),
+        (True, 0.1, 2),
     ]
 
 

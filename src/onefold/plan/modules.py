@@ -255,7 +255,9 @@ def model_shape(
 
 
 def _parameter(found: Found) -> Parameter:
-    looked_up = any(isinstance(module, nn.Embedding) for module, _ in found.places)
+    looked_up = any(
+        isinstance(module, nn.Embedding | nn.EmbeddingBag) for module, _ in found.places
+    )
     return Parameter(
         found.names[0],
         tuple(found.param.shape),

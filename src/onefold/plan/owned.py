@@ -41,19 +41,24 @@ _PRODUCTS = torch.bfloat16
 
 def stepped_whole(model: ModelShape | Stage, optimizer: str) -> frozenset[str]:
     """Return the names of the parameters that `optimizer` steps whole, none if it is element-wise.
-    If it takes matrices alone, these are trained matrices, but no embedding, and nothing of the
-    largest embedding's shape, which is the head. `onefold train` gives the same ones to Muon.
+    If it takes matrices alone, these are trained matrices, but no embedding and no head: a matrix of
+    an embedding's shape, if there are no more of them than such embeddings. `onefold train` gives the
+    same ones to Muon.
     """
     if PLANNED[optimizer].update != WHOLE:
         return frozenset()
     every = [p for u in model.units for p in u.parameters]
     if not PLANNED[optimizer].rest:
         return frozenset(p.name for p in every if p.trainable)
-    head = max((p.shape for p in every if p.looked_up), default=())
+    tables = Counter(p.shape for p in every if p.looked_up)
+    others = Counter(p.shape for p in every if not p.looked_up)
     return frozenset(
         p.name
         for p in every
-        if p.trainable and len(p.shape) == 2 and not p.looked_up and p.shape != head
+        if p.trainable
+        and len(p.shape) == 2
+        and not p.looked_up
+        and others[p.shape] > tables[p.shape]
     )
 
 

@@ -255,5 +255,7 @@ def rests_encoded(found: Found, recipe: Recipe) -> bool:
     return (
         frozen
         and found.param.dtype in LOW
-        and not any(isinstance(module, nn.Embedding) for module, _ in found.places)
+        and not any(
+            isinstance(module, nn.Embedding | nn.EmbeddingBag) for module, _ in found.places
+        )
     )

@@ -38,6 +38,8 @@ from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
 from onefold.plan.account import Candidate
 from onefold.plan.api import machine_here, planned
+from onefold.plan.modules import model_shape
+from onefold.plan.owned import stepped_whole
 from onefold.plan.schema import Account
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
@@ -68,20 +70,10 @@ def names_without_decay(module: nn.Module) -> frozenset[str]:
 
 
 def hidden_matrices(module: nn.Module) -> frozenset[str]:
-    """Return the names, before sharding, of the matrices that Muon is meant for: all but embeddings
-    and the head. The head has the shape of the largest embedding.
+    """Return the names, before sharding, of the matrices that Muon is meant for, as the plan counts
+    them: all but embeddings and the head.
     """
-    tables: set[int] = set()
-    largest = torch.Size()
-    for owner in module.modules():
-        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
-            tables.add(id(owner.weight))
-            largest = max(largest, owner.weight.shape)
-    return frozenset(
-        name
-        for name, parameter in module.named_parameters()
-        if parameter.ndim == 2 and id(parameter) not in tables and parameter.shape != largest
-    )
+    return stepped_whole(model_shape(module), "muon")
 
 
 def parameter_groups(
