@@ -148,6 +148,8 @@ def test_parts_with_weights_give_their_shares_of_every_epoch(tmp_path: Path) -> 
     assert Counter(map(chr, letters)) == {"a": 256, "b": 768}
     assert order.at(3).tolist() == data.order(64, seed=5).at(3).tolist()
     assert order.at(3).tolist() != data.order(64, seed=6).at(3).tolist()
+    with pytest.raises(TrainError, match="a part is never read"):
+        cached(f"{one}:0.9999,{two}:0.0001", tmp_path)
     without = cached(f"{one},{two}", tmp_path)
     read = without.order(20, 5).read(np.arange(320))
     assert len(np.unique(read)) == 320

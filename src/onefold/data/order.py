@@ -110,6 +110,14 @@ def parts_of(
     return tuple(Part(first, n, out, weight or 0.0, seed) for first, n, out, weight in each if n)
 
 
+def part_of_slot(parts: Sequence[Part], held_out: bool = False) -> Indices:
+    """Return the number of the part that each position of a block reads, shape [BLOCK]."""
+    weights = [part.weight * bool(part.size(held_out)) for part in parts]
+    ends = np.rint(np.cumsum(weights) / sum(weights) * BLOCK)
+    # Consecutive positions lie a golden section apart, so that any run of them has nearly the shares
+    return np.searchsorted(ends, np.arange(BLOCK) * _STEP % BLOCK, side="right")
+
+
 @dataclass
 class DataOrder:
     """The samples that each step reads.
@@ -142,10 +150,7 @@ class DataOrder:
 
     def read(self, positions: Indices, held_out: bool = False) -> Indices:
         """Return the samples at some positions of the endless sequence."""
-        weights = [part.weight * bool(part.size(held_out)) for part in self.parts]
-        ends = np.rint(np.cumsum(weights) / sum(weights) * BLOCK)
-        # Consecutive positions lie a golden section apart, so that any run of them has nearly the shares
-        of_slot = np.searchsorted(ends, np.arange(BLOCK) * _STEP % BLOCK, side="right")
+        of_slot = part_of_slot(self.parts, held_out)
         block, slot = positions // BLOCK, positions % BLOCK
         out = np.empty_like(positions)
         for number, part in enumerate(self.parts):

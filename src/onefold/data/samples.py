@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from onefold.data.order import DataOrder, Indices, Part, parts_of
+from onefold.data.order import BLOCK, DataOrder, Indices, Part, part_of_slot, parts_of
 from onefold.data.sources import parts_of as named_parts
 from onefold.data.tokens import Tokens
 from onefold.wording import TrainError
@@ -191,7 +191,14 @@ def load_data(
                 f" {seq}: more text or a shorter --seq."
             )
     weights = [part.weight for part in named_parts(name)]
-    data = Data(samples, parts_of(samples.counts, weights, eval_fraction, seed), name, notes)
+    parts = parts_of(samples.counts, weights, eval_fraction, seed)
+    trained = sum(bool(part.size(held_out=False)) for part in parts)
+    if trained > 1 and len(np.unique(part_of_slot(parts))) < trained:
+        raise TrainError(
+            f"--data {name}: a part is never read, for its share is under 1/{2 * BLOCK}; give it a"
+            f" share of 1/{BLOCK} or more, or leave it out."
+        )
+    data = Data(samples, parts, name, notes)
     if not data.size(held_out=True):
         notes.append("one sample only: nothing is held out, so no held-out loss is measured")
     return data
