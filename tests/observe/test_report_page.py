@@ -29,7 +29,7 @@ SECTIONS = [
     "Predicted and measured",
     f"Memory of {OF}: device",
     f"Timeline of {OF}",
-    f"MiB that {OF}, sends in a step",
+    f"MiB sent in a step by {OF}",
     "Parts of each rank's step",
     "Recipe",
 ]

@@ -28,7 +28,6 @@ class ByteTokenizer:
     """One token per byte of UTF-8 (ids 0 to 255), and an end token (256)."""
 
     eos_token_id: int | None = 256
-    pad_token_id: int = 256
     chat_template: str | None = None
 
     def __len__(self) -> int:

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.observe.memory import Held, ordered
 from onefold.plan.schema import ACTIVATIONS, LOGITS
 from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import in_autograd
@@ -28,21 +27,19 @@ from onefold.runtime.parameters.parameter import disable_torch_function
 
 class Activations(contextlib.ExitStack):
     """Counts what autograd keeps inside the `with` block:
-    `with Activations(model) as saved: ...; saved.peak()`.
+    `with Activations(model) as saved: ...; Held(changes=saved.changes).peak()`.
 
     It costs some microseconds per saved tensor, so it is opt-in. It does not change values or
     gradients. Put it around whole steps (forward and backward). Only one may be open per model.
 
     Args:
-        model: sharded or not.
-        vocabulary: a tensor whose last dimension has this size counts as logits. None takes
-            `model.config.vocab_size`; without that, everything is "activations".
+        model: sharded or not. A tensor whose last dimension is its `config.vocab_size` counts as
+            logits.
     """
 
-    def __init__(self, model: nn.Module, vocabulary: int | None = None) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        known = getattr(getattr(model, "config", None), "vocab_size", None)
-        self.vocabulary = vocabulary if vocabulary is not None else known
+        self.vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
         self.changes: list[tuple[float, str, str, int]] = []
         self._model = model
         self._gathered: Container[int] = (
@@ -51,15 +48,6 @@ class Activations(contextlib.ExitStack):
         self._excluded = _not_activations(model)
         self._saved: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._recomputing: list[tuple[nn.Module, saved_tensors_hooks]] = []
-
-    def now(self) -> dict[str, int]:
-        """Return the bytes saved at this moment, by category ("activations", "logits")."""
-        *_, (_, level) = Held(changes=self.changes).levels()
-        return ordered(level)
-
-    def peak(self) -> dict[str, int]:
-        """Return the bytes by category at the moment when their sum was largest."""
-        return Held(changes=self.changes).peak()
 
     def __enter__(self) -> Activations:
         super().__enter__()

@@ -93,7 +93,7 @@ def sections(folder: Path) -> dict[str, Any]:
             for tier in step.tiers:
                 found[f"Memory of {of}: {tier}"] = _memory(step, tier, run.plan)
             found[f"Timeline of {of}"] = _timeline(step)
-            found[f"MiB that {of}, sends in a step"] = _bars(_traffic(step), "MiB")
+            found[f"MiB sent in a step by {of}"] = _bars(_traffic(step), "MiB")
     times = {
         f"rank {rank.rank}": {part: 1000 * rank.measured.seconds[part] for part in PARTS}
         for rank in run.ranks
