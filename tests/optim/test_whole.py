@@ -279,11 +279,11 @@ def test_a_group_that_was_empty_is_tried_when_it_gets_parameters() -> None:
 
 
 class Routed(nn.Module):
-    """A dense matrix behind six of experts, which ranks of `mesh` divide unevenly: the last has none."""
+    """A dense matrix behind those of experts, which ranks of `mesh` divide unevenly: the last has none."""
 
-    def __init__(self, mesh: Any = None) -> None:
+    def __init__(self, mesh: Any = None, number: int = 6) -> None:
         super().__init__()
-        experts = torch.arange(6 * 8 * 4.0).view(6, 8, 4) / 100
+        experts = torch.arange(number * 8 * 4.0).view(number, 8, 4) / 100
         if mesh is not None:
             experts = distribute_tensor(experts, mesh, [Shard(0)], src_data_rank=None)
         self.experts = nn.Parameter(experts)
@@ -318,3 +318,27 @@ def test_ranks_without_experts_take_part_in_the_steps_of_the_others() -> None:
     found = onefold.full_state_dict(models[0])
     wrong = differences(models[1].state_dict(), found, 1e-5, 1e-6) if found else []
     assert not wrong, wrong
+
+
+def with_momentum(p: Any, grad: torch.Tensor, state: Any) -> torch.Tensor:
+    momentum = state.setdefault("momentum", torch.zeros_like(grad)).mul_(0.9).add_(grad)
+    return by_matrix(p, momentum, state)
+
+
+@on_ranks(4)
+def test_ranks_without_experts_load_what_the_others_step_whole(folder: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    recipe, weights = onefold.Recipe.zero(0, whole=True, stall_timeout=20.0), []
+    for loads in (False, True):
+        model: Any = onefold.shard(Routed(mesh["ep"], 1), recipe, mesh=mesh, data=("dp", "ep"))
+        optimizer = Own([*model.parameters()], with_momentum)
+        if loads:
+            onefold.load(folder / "saved", model=model, optimizer=optimizer)
+        for step in range(1 if loads else 2):
+            if step == 1:
+                onefold.save(folder / "saved", model=model, optimizer=optimizer)
+            model(torch.ones(2, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(onefold.full_state_dict(model))
+    assert not (wrong := differences(*weights)), wrong

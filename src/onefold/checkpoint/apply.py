@@ -165,9 +165,13 @@ class Filling:
                 for entry in (e for e in flat.entries if id(e.param) in owner):
                     for held, item in self._create(*owner[id(entry.param)], entry, states):
                         found.setdefault((held.key, str(held.dtype)), []).append((held, item))
+                # Ranks with other boxes may have fewer kinds: those of matrices that are stepped whole
+                most = max(self._wait(len(found))) if flat.shared else 0
                 # In the same order on every rank, since some of these reads are collective
                 for kind in sorted(found):
                     self._fill(flat, found[kind])
+                for _ in range(most - len(found)):
+                    self._wait()
             with self._keeping():
                 self.engine.transfers.flush()
             for each in parts:
@@ -263,9 +267,11 @@ class Filling:
         self._go_on()
         return self.source.whole(item)
 
-    def _wait(self) -> None:
-        """Wait for slow ranks as long as they move bytes, which the training's groups do not."""
-        Together.of(self.engine).all_gather(None)
+    def _wait(self, mine: int = 0) -> list[int]:
+        """Wait for slow ranks as long as they move bytes, which the training's groups do not. Returns
+        what each rank gives.
+        """
+        return Together.of(self.engine).all_gather(mine)
 
     def _go_on(self) -> None:
         """Raise the first error: nothing is read after it."""
