@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from onefold.plan.job import Job
 from onefold.processes.signals import Stop
 from onefold.recipe.optimizers import PLANNED, TRAINED
 from onefold.train import checkpoints
@@ -157,6 +158,9 @@ def test_the_plan_counts_the_states_that_options_add(name: str, options: str) ->
     optimizer.step()
     held = sum(value.numel() == 4 for value in optimizer.state[p].values())
     assert PLANNED[planned_as(config)].elementwise_states == held
+    if name == "adamw":  # and may keep them in few bits
+        job = Job.of({"seq": 8, "optimizer": planned_as(config), "moments": "int8"}, "a test")
+        assert job.recipe(3).moments == "int8"
 
 
 def rows_with_muon(job: dict[str, Any], most: int) -> tuple[list[Any], dict[str, list[str]]]:

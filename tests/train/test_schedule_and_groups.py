@@ -89,18 +89,27 @@ def test_muon_gets_the_matrices_that_are_no_embedding_and_no_head() -> None:
     ]
 
 
+def test_the_head_is_told_from_matrices_of_its_shape() -> None:
+    """Vocabulary and hidden width are one number; the blocks are units of their own."""
+    assert hidden_matrices(Language()) == {
+        f"blocks.{i}.{at}.weight" for i in range(6) for at in (0, 2)
+    }
+    alike = Language(vocabulary=1024)
+    assert hidden_matrices(alike) == hidden_matrices(Language())
+
+
 class Language(nn.Module):
     """input_ids, labels → {"loss"}: wide blocks and short sequences, so that states outweigh
     activations.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = 64) -> None:
         super().__init__()
-        self.embed = nn.Embedding(64, 256)
+        self.embed = nn.Embedding(vocabulary, 256)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)) for _ in range(6)
         )
-        self.head = nn.Linear(256, 64)
+        self.head = nn.Linear(256, vocabulary)
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
         x = self.embed(input_ids)

@@ -195,7 +195,7 @@ def load_data(
     trained = sum(bool(part.size(held_out=False)) for part in parts)
     if trained > 1 and len(np.unique(part_of_slot(parts))) < trained:
         raise TrainError(
-            f"--data {name}: a part is never read, for its share is under 1/{2 * BLOCK}; give it a"
+            f"--data {name}: a part is never read, for its share is under 1/{BLOCK}; give it a"
             f" share of 1/{BLOCK} or more, or leave it out."
         )
     data = Data(samples, parts, name, notes)

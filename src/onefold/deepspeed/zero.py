@@ -313,10 +313,12 @@ class GatheredParameters:
         self._params = _ordered(params, modifier_rank is not None) if enabled else []
         self._wholes: list[Engine] = []
         self._checked: list[tuple[nn.Parameter, int]] = []
+        self._entered = False
 
     def __enter__(self) -> None:
         try:
             self._enter()
+            self._entered = True
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -377,7 +379,7 @@ class GatheredParameters:
         writes, source = self.modifier_rank is not None and error is None, self.modifier_rank or 0
         held = {param: param.__dict__[INSIDE] for param in self._params}
         early = [p for p, inside in held.items() if EARLY in p.__dict__ and inside.depth == 1]
-        if early and error is not None and self.modifier_rank is not None:
+        if early and self._entered and error is not None and self.modifier_rank is not None:
             leave(error)
         elif early and writes:
             agree(f"GatheredParameters of {divided.shapes(early)} ends")
@@ -399,6 +401,9 @@ class GatheredParameters:
                 if EARLY not in param.__dict__:
                     if inside.local is not None:
                         _put_back(param, inside.local, inside.kept is not None)
+                elif not self._entered:  # alone: other ranks may still be gathering
+                    if divided.can_divide(param):
+                        divided.hide(param, divided.interval(param))
                 elif inside.unchanged(param):
                     divided.hide(param, inside.local)
                 else:  # also if it was given another shape everywhere

@@ -182,7 +182,7 @@ class Job:
             object.__setattr__(self, "offload", "none")
         # Refuse now what no stage's recipe can have
         found = self.recipe(3)
-        if found.moments is not None and self.optimizer not in ("adam", "adamw"):
+        if found.moments is not None and self.optimizer not in ("adam", "adamw", "adam-amsgrad"):
             raise ValueError(
                 f"moments={found.moments!r} is about Adam's moments, and"
                 f" optimizer={self.optimizer!r} keeps others: leave it out."

@@ -41,25 +41,22 @@ _PRODUCTS = torch.bfloat16
 
 def stepped_whole(model: ModelShape | Stage, optimizer: str) -> frozenset[str]:
     """Return the names of the parameters that `optimizer` steps whole, none if it is element-wise.
-    If it takes matrices alone, these are trained matrices, but no embedding and no head: a matrix of
-    an embedding's shape, if there are no more of them than such embeddings. `onefold train` gives the
-    same ones to Muon.
+    If it takes matrices alone, these are trained matrices, but no embedding and no head: the last matrix
+    of the first embedding's shape, in its unit if there is one. `onefold train` gives the same ones to
+    Muon.
     """
     if PLANNED[optimizer].update != WHOLE:
         return frozenset()
     every = [p for u in model.units for p in u.parameters]
     if not PLANNED[optimizer].rest:
         return frozenset(p.name for p in every if p.trainable)
-    tables = Counter(p.shape for p in every if p.looked_up)
-    others = Counter(p.shape for p in every if not p.looked_up)
-    return frozenset(
-        p.name
-        for p in every
-        if p.trainable
-        and len(p.shape) == 2
-        and not p.looked_up
-        and others[p.shape] > tables[p.shape]
-    )
+    matrices = [p for p in every if len(p.shape) == 2 and not p.looked_up]
+    head = ""
+    for table in [p for p in every if p.looked_up][:1]:
+        beside = next(u.parameters for u in model.units if table in u.parameters)
+        alike = [p for p in matrices if p.shape == table.shape]
+        head = ([p.name for p in alike if p in beside] or [p.name for p in alike] or [""])[-1]
+    return frozenset(p.name for p in matrices if p.trainable and p.name != head)
 
 
 # -- the figures -----------------------------------------------------------------------------------
