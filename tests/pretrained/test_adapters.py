@@ -209,8 +209,11 @@ def test_what_cannot_be_is_told(folder: Path) -> None:
     }.items():  # fmt: skip
         with pytest.raises(Failed, match=f"(?s){words}"):
             call()
-    meta = onefold.shard(made(folder, None, device="meta"), recipe())
-    with pytest.raises(onefold.UninitializedError, match="export_merged"):
+    meta = made(folder, None, device="meta")
+    gain = torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+    meta.get_base_model().register_parameter("gain", gain)  # which nothing initializes
+    meta = onefold.shard(meta, recipe())
+    with pytest.raises(onefold.UninitializedError, match=r"export_merged.*gain"):
         onefold.pretrained.export_merged(meta, folder / "out")
     assert not (folder / "out").exists()
 
