@@ -350,7 +350,7 @@ def test_what_cannot_be_loaded_is_told_on_every_rank_and_changes_nothing(folder:
     opened = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match="no module name"):
         onefold.shard(build(family), recipe(), weights=there, units=["none"])
-    assert len(os.listdir("/proc/self/fd")) == opened
+    assert len(os.listdir("/proc/self/fd")) <= opened
     other = saved(folder, "gpt2", "gpt2")
     said = complaint(lambda: onefold.load(other, model=model))
     assert "is of another model" in said
