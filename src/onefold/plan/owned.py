@@ -51,12 +51,11 @@ def stepped_whole(model: ModelShape | Stage, optimizer: str) -> frozenset[str]:
     if not PLANNED[optimizer].rest:
         return frozenset(p.name for p in every if p.trainable)
     matrices = [p for p in every if len(p.shape) == 2 and not p.looked_up]
-    head = ""
-    for table in [p for p in every if p.looked_up][:1]:
-        beside = next(u.parameters for u in model.units if table in u.parameters)
-        alike = [p for p in matrices if p.shape == table.shape]
-        head = ([p.name for p in alike if p in beside] or [p.name for p in alike] or [""])[-1]
-    return frozenset(p.name for p in matrices if p.trainable and p.name != head)
+    table = next((p for p in every if p.looked_up), None)
+    alike = [p for p in matrices if table is not None and p.shape == table.shape]
+    beside = [p for u in model.units if table in u.parameters for p in alike if p in u.parameters]
+    head = (beside or alike)[-1:]
+    return frozenset(p.name for p in matrices if p.trainable and p not in head)
 
 
 # -- the figures -----------------------------------------------------------------------------------
