@@ -10,10 +10,11 @@ import io
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -378,6 +379,30 @@ def test_after_an_error_parameters_are_as_they_were(folder: Path) -> None:
         weight.partition(has_been_updated=True)
     weight.partition()
     assert is_divided(weight)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("modifier", [None, 0])
+def test_entering_in_vain_starts_no_exchange(modifier: int | None) -> None:
+    """One rank may fail alone, while the others still gather."""
+    from onefold.deepspeed import divided
+
+    with looks.init_divides_above(0):
+        model = under_init(Made)
+    before, held = whole(model), [p for p in model.parameters() if is_divided(p)]
+    names = "broadcast", "all_gather", "all_gather_object"
+
+    def fails(params: Any) -> None:
+        stack.enter_context(mock.patch.multiple(dist, **dict.fromkeys(names, exchanged)))
+        raise MemoryError
+
+    exchanged = mock.Mock()
+    with ExitStack() as stack, pytest.raises(MemoryError):
+        stack.enter_context(mock.patch.object(divided, "gather", fails))
+        with served().zero.GatheredParameters(model, modifier_rank=modifier):
+            pass
+    assert held and not exchanged.called and all(map(is_divided, held))
+    assert all(map(torch.equal, before, whole(model)))
 
 
 @on_ranks(3)
