@@ -186,9 +186,9 @@ class Watch(training.Watch):
         owner.step = step
 
     def counters(self) -> dict[str, int]:
-        """Bytes of this rank's store on the disk, since ever."""
-        store = self.engine.transfers.open_store if self.engine is not None else None
-        return {"read": store.read_bytes, "written": store.written_bytes} if store else {}
+        """Bytes this rank read from the disk and wrote to it since `begin`."""
+        moved = self.engine.transfers.moved.by_move() if self.engine is not None else {}
+        return {move: moved.get(move, 0) for move in ("read", "written")}
 
     def since(self, before: Mapping[str, int]) -> dict[str, int]:
         return {key: value - before[key] for key, value in self.counters().items()}
@@ -210,6 +210,7 @@ class Watch(training.Watch):
             for ledger in (self.engine.memory, transfers.host, transfers.disk):
                 ledger.reset_peak()
             transfers.moved.reset()
+            self.before = self.counters()
 
     def step(self) -> None:
         self.seen["optimizer_s"].append(self.last[0])

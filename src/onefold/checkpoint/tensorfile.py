@@ -161,13 +161,16 @@ def write_tensors(path: Path, planned: Sequence[Planned], shared: bool = False) 
             for part in p.parts():
                 data = bytes_of(part.to("cpu", p.dtype).contiguous())
                 while data:
-                    some = data[: BLOCK - at % BLOCK]
-                    number = span.sums + at // BLOCK
-                    sums[number] = 0 if shared else crc32(some, int(sums[number]))
+                    some = data[: CHUNK - at % BLOCK]
+                    left = b"" if shared else some
+                    while left:
+                        number, room = span.sums + at // BLOCK, BLOCK - at % BLOCK
+                        sums[number] = crc32(left[:room], int(sums[number]))
+                        at, left = at + len(left[:room]), left[room:]
                     _put(file, some)
-                    at, data = at + len(some), data[len(some) :]
+                    data = data[len(some) :]
                     moved()
-                end = span.begin + at
+                end = file.tell()
                 if end - begun >= AHEAD and hasattr(os, "posix_fadvise"):
                     # On DONTNEED, Linux starts to write dirty pages: the disk then works while the
                     # next bytes are checksummed.
