@@ -1,5 +1,5 @@
 """What a context and each of the engine's communicators take of a GPU, as the driver counts it: a
-chapter of benchmarks/gpu.py beside what the plan assumes (src/onefold/plan/reserve.py).
+chapter of benchmarks/gpu.py beside what the plan assumes (src/onefold/plan/account.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import harness, launch, pages, probes
-from onefold.plan.reserve import COMMUNICATOR, CONTEXT
+from onefold.plan.account import COMMUNICATOR, CONTEXT
 
 MIB = 1 << 20
 #: Parameters of a block of Llama 3's 8B: a large move, so that the backend takes all its channels.

@@ -241,8 +241,7 @@ def planned(
     from onefold.plan.modules import model_shape
     from onefold.plan.offloaded import offloaded_bytes
     from onefold.plan.program import Program
-    from onefold.plan.rank import units_of
-    from onefold.plan.states import at_rest
+    from onefold.plan.rank import at_rest, units_of
 
     shape = model_shape(module, recipe.units)
     units = units_of(shape, recipe, ranks, rank, per_node or None, native)

@@ -18,7 +18,7 @@ from onefold.plan.hardware import machine
 def test_the_room_answers_a_call_before_and_after_its_modules_are_imported() -> None:
     code = (
         "import onefold, sys; assert 'onefold.plan' not in sys.modules; a = onefold.plan(1e8,"
-        " gpus=8, largest=False); import onefold.plan.states; b = onefold.plan(1e8, gpus=8,"
+        " gpus=8, largest=False); import onefold.plan.rank; b = onefold.plan(1e8, gpus=8,"
         " largest=False); assert a.recommended.scheme == b.recommended.scheme;"
         " print(a.recipe.stage)"
     )

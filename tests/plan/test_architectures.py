@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from onefold.plan.architectures import architectures, known
-from onefold.plan.modules import architecture, module_of
+from onefold.plan.modules import architecture, architectures, known, module_of
 
 
 @pytest.mark.one_in(3)

@@ -21,14 +21,12 @@ from onefold.plan.account import FRAGMENTED, Candidate, bubble
 from onefold.plan.activity import divided, of_dims
 from onefold.plan.api import Plan
 from onefold.plan.api import planned as plan
-from onefold.plan.architectures import known
 from onefold.plan.degrees import Degrees
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
-from onefold.plan.modules import architecture, built
-from onefold.plan.rank import stages_of, units_of
+from onefold.plan.modules import architecture, built, known
+from onefold.plan.rank import at_rest, stages_of, units_of
 from onefold.plan.schema import ACTIVATIONS, LOGITS, SECONDS, TEMPORARY
 from onefold.plan.search import AUTO, least, meshes
-from onefold.plan.states import at_rest
 from onefold.plan.subject import question_of
 from onefold.recipe import Recipe
 

@@ -14,13 +14,12 @@ from random_plans import GIB, activity, gpus
 from torch import nn
 
 from examples import examples
-from onefold.plan.account import Question
+from onefold.plan.account import COMMUNICATOR, CONTEXT, Question
 from onefold.plan.activity import of_dims
 from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.modules import architecture
-from onefold.plan.reserve import COMMUNICATOR, CONTEXT
 from onefold.plan.search import ladder, largest_micro_batch, recommend
 from onefold.plan.shapes import ModelShape
 

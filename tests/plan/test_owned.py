@@ -17,8 +17,7 @@ from onefold.plan.api import plan
 from onefold.plan.modules import model_shape
 from onefold.plan.owned import owned_matrices, stepped_whole
 from onefold.plan.program import Program
-from onefold.plan.rank import units_of
-from onefold.plan.states import at_rest
+from onefold.plan.rank import at_rest, units_of
 from replayed import batch_of, model_of
 
 WHOLE_ONES: dict[str, Any] = {"muon": torch.optim.Muon, "adafactor": torch.optim.Adafactor}

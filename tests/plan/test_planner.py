@@ -21,10 +21,9 @@ from examples import examples
 from onefold.plan.account import Question
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.program import Program
-from onefold.plan.rank import units_of
+from onefold.plan.rank import at_rest, units_of
 from onefold.plan.schema import MOMENTS
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import at_rest
 
 
 @given(shapes(), stages, precisions, st.integers(1, 9), st.integers(1, 3), options, communication)

@@ -7,13 +7,7 @@ from typing import Any
 
 import pytest
 
-from onefold.plan.api import Plan
-from onefold.plan.api import planned as plan
-from onefold.plan.degrees import Degrees
-from onefold.plan.hardware import Machine, machine
-from onefold.plan.job import Job
-from onefold.plan.rank import units_of
-from onefold.plan.reserve import (
+from onefold.plan.account import (
     CHANNEL,
     COMMUNICATOR,
     CONTEXT,
@@ -21,6 +15,12 @@ from onefold.plan.reserve import (
     Reserve,
     reserve_of,
 )
+from onefold.plan.api import Plan
+from onefold.plan.api import planned as plan
+from onefold.plan.degrees import Degrees
+from onefold.plan.hardware import Machine, machine
+from onefold.plan.job import Job
+from onefold.plan.rank import units_of
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import Recipe
 

@@ -75,6 +75,7 @@ def real(zero: int) -> dict[str, Any]:
     own: Any = SimpleNamespace(
         stage=stage, degrees=degrees, cut={("tp",): mesh["tp"]}, number=number, mesh=None
     )
+    own.part = lambda p: StandIn.part(own, p)
     module, given = StandIn.twin(own)
     for param in module.parameters():
         local: Any = param.to_local() if hasattr(param, "to_local") else param  # type: ignore[attr-defined]

@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from onefold.memory import storage_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import ELEMENTWISE, REFUSED, STEP_MATRICES, WHOLE
+from onefold.runtime.differentiate import written_by
 from onefold.runtime.parameters.interval import entry_of, spec_of
 from onefold.runtime.parameters.parameter import bare, disable_torch_function, face
 from onefold.runtime.stepper import (
@@ -121,10 +122,9 @@ def verdict_of(recipe: Recipe, optimizer: Optimizer, group: int) -> GroupVerdict
     return known[group]
 
 
-def tell_verdict(optimizer: Optimizer, verdict: GroupVerdict) -> None:
-    """Let `verdict` stand for all groups without a trial, which needs real values."""
-    now = _looked_at(optimizer)
-    _verdicts[optimizer] = now, [verdict] * len(now)
+def tell_verdict(optimizer: Optimizer, verdicts: list[GroupVerdict]) -> None:
+    """Let `verdicts` stand for the groups without a trial, which needs real values."""
+    _verdicts[optimizer] = _looked_at(optimizer), verdicts
 
 
 def _looked_at(optimizer: Optimizer) -> list[Any]:
@@ -380,15 +380,11 @@ class _Alone(TorchDispatchMode):
                 f"its step communicates by itself (it calls {func.name()}), and Onefold has one rank"
                 " step each matrix. Use its version for one device."
             )
-        for i, each in enumerate(func._schema.arguments if func._schema.is_mutable else ()):
-            if each.alias_info is not None and each.alias_info.is_write:
-                written = args[i] if i < len(args) else kwargs.get(each.name)
-                for some in written if isinstance(written, (list, tuple)) else (written,):
-                    if isinstance(some, torch.Tensor) and storage_of(some) in self.real:
-                        raise TouchesReal(
-                            "its step of one parameter writes to the model's own parameters or"
-                            " gradients. Let it find them in `self.param_groups` alone."
-                        )
+        if any(storage_of(some) in self.real for some in written_by(func, args, kwargs)):
+            raise TouchesReal(
+                "its step of one parameter writes to the model's own parameters or gradients. Let it"
+                " find them in `self.param_groups` alone."
+            )
         if torch.Tag.nondeterministic_seeded in func.tags:
             torch.default_generator.manual_seed(0)
             if self.device.type != "cpu":

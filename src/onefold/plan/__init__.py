@@ -4,14 +4,14 @@
 |-----------------------------------------------|--------------------------------------------|
 | What is asked, on which machine?              | `job`, `degrees`, `hardware`, `api`        |
 | What is the model?                            | `shapes`, `modules`, `subject`             |
-| What does a rank hold between steps?          | `rank`, `states`, `owned`, `reserve`       |
+| What does a rank hold between steps?          | `rank`, `owned`                            |
 | What does it hold off its device?             | `offloaded`                                |
 | What do a micro-batch's activations hold?     | `activity`                                 |
 | What does a step do, and hold meanwhile?      | `program`                                  |
 | How long does it take?                        | `times`                                    |
 | What is the account of one scheme?            | `schema`, `account`                        |
 | Which scheme or mesh, and what else?          | `search`                                   |
-| How is the plan shown?                        | `api`, `notes`, `tables`                   |
+| How is the plan shown?                        | `api`, `tables`                            |
 
 Other rooms look at what cannot be counted: `tracing` at a module's activations, `machine` at
 measured speeds, `simulation` at a step of the engine itself.

@@ -35,20 +35,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from onefold.comm.communicators import communicators_of
+from onefold.layout import Level
 from onefold.memory import GATHERED, IDLE, LEAVING, MOMENTS, OWNED, REDUCTION
 from onefold.plan.activity import divided, on_host
 from onefold.plan.degrees import AXES, Degrees, dims_of
 from onefold.plan.hardware import Machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
 from onefold.plan.offloaded import HOST, offloaded_bytes
-from onefold.plan.owned import Balance
-from onefold.plan.program import Layer, Program, program_of
-from onefold.plan.rank import Stage, handed_on, holding, rule_of, stages_of
-from onefold.plan.reserve import Reserve, reserve_of
+from onefold.plan.owned import Balance, stepped_whole
+from onefold.plan.program import Layer, Program, members, program_of
+from onefold.plan.rank import Stage, UnitPlan, filled, handed_on, holding, rule_of, stages_of
 from onefold.plan.schema import (
     ACTIVATIONS,
     FRAGMENTATION,
@@ -59,16 +60,17 @@ from onefold.plan.schema import (
     Account,
 )
 from onefold.plan.shapes import ModelShape
-from onefold.plan.states import filled
 from onefold.plan.times import (
     between,
     slowest_of,
     step_seconds,
 )
 from onefold.recipe import COMPUTE_DTYPES, Recipe
-from onefold.recipe.rows import Tier
+from onefold.recipe.optimizers import PLANNED, WHOLE
+from onefold.recipe.rows import NATIVE, Tier
 from onefold.tracing.trace import Activity
 from onefold.tracing.watch import Pass
+from onefold.wording import readable
 
 #: The share of temporary bytes on a GPU that its allocator cannot use again (blocks of other
 #: sizes). An assumption, in line with the largest models that were trained: 0.63 to 0.90 of what
@@ -294,6 +296,92 @@ def peak_of(program: Program, activity: Activity, fragmented: float) -> dict[str
     return max(rows, key=lambda row: sum(row.values()))
 
 
+# -- what a process takes of a GPU beside its tensors ------------------------------------------------
+#
+# What a process takes of a GPU beside its tensors: the driver's context, and NCCL's buffers.
+#
+# | part                    | bytes                                 | source                                                        |
+# |-------------------------|---------------------------------------|---------------------------------------------------------------|
+# | context                 | 640 MiB                               | an assumption: CUDA's context, loaded kernels, libraries      |
+# | each communicator       | 512 MiB                               | an assumption: rings of 16 to 32 channels, by NCCL's buffers  |
+# | sends to a peer in the  | 14 MiB × channels to that peer, which | NCCL's issue 1685: on eight H100 the first all-to-all took    |
+# | node (all-to-all)       | are 2 × its NVLinks, up to 32; 2      | 3.28 GB, in buffers of 10 MiB and twice 2 MiB on 32 channels; |
+# |                         | without NVLink                        | 7 × 32 × 14 MiB are 3.29 GB                                   |
+# | sends to other nodes    | 512 MiB, however many peers           | NCCL's issues 1450 and 2363: one shared buffer                |
+#
+# Ordered sums and codecs send to every peer; native sums (reduce="native") do not. The engine makes
+# its communicators as `onefold.comm.communicators.communicators_of` counts them. The script's own process
+# group is not counted: it takes a communicator more once the script uses it on the device.
+# The chapter `communicators` of benchmarks/gpu.py measures all of these.
+
+CONTEXT, COMMUNICATOR, CHANNEL, NETWORK = 640 << 20, 512 << 20, 14 << 20, 512 << 20
+#: Bytes/s of one NVLink in one direction, from the second generation on.
+NVLINK = 25e9
+#: The most channels to one peer, and those without NVLink.
+MOST_CHANNELS, FEWEST_CHANNELS = 32, 2
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """Bytes of one GPU that hold no tensor.
+
+    Attributes:
+        context: of the driver.
+        communicators: how many communicators the engine makes.
+        exchanges: bytes of NCCL's buffers for messages to single peers.
+    """
+
+    context: int = 0
+    communicators: int = 0
+    exchanges: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self.context + self.communicators * COMMUNICATOR + self.exchanges
+
+    def __str__(self) -> str:
+        said = f"{readable(self.context)} for the driver"
+        if self.communicators:
+            said += (
+                f", {readable(self.communicators * COMMUNICATOR)} for {self.communicators}"
+                " communicators"
+            )
+        if self.exchanges:
+            said += (
+                f", {readable(self.exchanges)} for all-to-alls (NCCL_MAX_P2P_NCHANNELS limits"
+                " their channels)"
+            )
+        return said
+
+
+def channels_to_a_peer(link: float) -> int:
+    """Return NCCL's channels between two GPUs of a node, joined by `link` bytes/s in one
+    direction: a power of 2.
+    """
+    wanted = 2 * int(link // NVLINK) if link > NVLINK else FEWEST_CHANNELS
+    return min(MOST_CHANNELS, 1 << max(0, wanted - 1).bit_length())
+
+
+def reserve_of(units: Sequence[UnitPlan], machine: Machine, degrees: Degrees) -> Reserve:
+    """Return what is reserved on each GPU of `machine`: buffers for the largest group that holds
+    parameters, communicators of all groups, and one for each other axis.
+    """
+    if machine.ranks == 1:
+        return Reserve(CONTEXT)
+    groups = {flat.held: flat for u in units for flat in u.flats}
+    exchanges, largest = 0, groups[max(groups, key=len)]
+    topology = largest.topology
+    levels: tuple[Level, ...] = ("intra-group", "inter-group") if topology.two_levels else ("all",)
+    for level in levels if largest.recipe.reduce != NATIVE else ():
+        over = members(topology, range(topology.size), 0, level)
+        far = sum(rank >= machine.local for rank in over)
+        exchanges += (len(over) - 1 - far) * channels_to_a_peer(machine.gpu.link) * CHANNEL
+        exchanges += NETWORK if far else 0
+    communicators = sum(n > 1 for n in (degrees.tp, degrees.pp, degrees.cp, degrees.ep))
+    communicators += sum(communicators_of(flat.topology) for flat in groups.values())
+    return Reserve(CONTEXT, communicators, exchanges)
+
+
 # -- what is sent ----------------------------------------------------------------------------------
 
 
@@ -388,3 +476,90 @@ def _reached(machine: Machine) -> str:
             f" waiting for the slowest of {machine.ranks:,}"
         )
     return said
+
+
+# -- in sentences ---------------------------------------------------------------------------------
+
+
+def in_a_line(best: Candidate) -> str:
+    """Return a candidate with what it needs, in words."""
+    accumulated = f" x {best.accumulation} accumulated" if best.accumulation > 1 else ""
+    others = [f", {readable(n)} {tier.where}" for tier, n in best.account.by_tier.items() if n]
+    return (
+        f"{best.scheme}, micro-batch {best.scheme.micro_batch}{accumulated}: {readable(best.needed)} of the"
+        f" {readable(best.usable)} that a rank may use{''.join(others)}"
+    )
+
+
+def notes_of(question: Question, shown: Candidate) -> Iterator[str]:
+    """Yield notes on speeds that are not known, and on options without effect in the recipe that a plan
+    shows. Of others without effect, `onefold.shard` tells (runtime/state/start.py).
+    """
+    machine, computes = question.machine, question.job.computes
+    recipe, gpu = shown.scheme.recipe(question.job), machine.gpu
+    if computes not in gpu.rates and not machine.is_here:
+        other = computes == "bf16" and "fp16" in gpu.rates
+        yield (
+            f"{gpu.title or gpu.name} has no {computes}: seconds are at its fp32 rate"
+            f"{'; --precision fp16 would run at its own rate' if other else ''}"
+        )
+    if not machine.is_timed:
+        yield (
+            "speeds of this machine are not measured: onefold doctor --calibrate would add seconds to"
+            " the plan"
+        )
+    yield from (n for n in recipe.notes if " has no effect " in n)
+
+
+def assumptions_of(question: Question, shown: Candidate) -> Iterator[str]:
+    """Yield notes on what the figures of a plan rest on."""
+    yield _of_job(question)
+    yield from _of_whole_matrices(question.job, question.model)
+    if shown.reserve.communicators:
+        yield (
+            f"{readable(shown.reserve.nbytes)} of each GPU are not for training, by assumption:"
+            f" {shown.reserve}"
+        )
+    degrees, dims = shown.scheme.degrees, question.model.transformer
+    if not degrees.data_only:
+        yield (
+            "on a mesh a rank has its share of each block's activations; what layers send along tp, cp"
+            " and ep is not hidden"
+        )
+        if dims is not None and dims.tied and degrees.pp > 1:
+            yield (
+                "embedding and head are tied: both ends of the pipeline hold the matrix, and add its"
+                " gradients up (not counted)"
+            )
+        if degrees.ep > 1:
+            yield "tokens are counted as spread evenly over the experts"
+    yield (
+        "MFU counts model FLOPs (6N + 12Lhs a token, no recompute) over the nominal rate of the device"
+    )
+
+
+def _of_job(question: Question) -> str:
+    """Return a note on the bytes per parameter."""
+    job = question.job
+    sums, found = job.recipe(3).gradients.dtype, job.convention
+    kept = job.moment_bytes
+    names = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
+    return (
+        f"bytes per trained parameter: {found.parameters} parameters + {found.gradients} gradients"
+        f" ({names.get(sums, sums)}) + {found.optimizer - kept:g} master weights + {kept:g}"
+        f" {job.optimizer} states = {found.total:g}; gradients are gone between steps"
+    )
+
+
+def _of_whole_matrices(job: Job, model: ModelShape) -> Iterator[str]:
+    """Yield a note on what an optimizer of whole matrices steps."""
+    row = PLANNED[job.optimizer]
+    if row.update != WHOLE:
+        return
+    names = stepped_whole(model, job.optimizer)
+    numel = sum(p.numel for u in model.units for p in u.parameters if p.name in names)
+    others = f"; {row.rest} steps the others" if row.rest else ""
+    yield (
+        f"{job.optimizer} steps {len(names):,} parameters whole, {numel / max(model.trainable, 1):.0%} of all"
+        f" trained elements{others}. States, bytes and seconds of owners are those of the rank that has most"
+    )

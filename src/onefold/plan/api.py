@@ -29,10 +29,9 @@ from onefold.device import default_device, device_count, free_memory, with_index
 from onefold.machine.calibration import Calibration
 from onefold.memory import free_host_memory
 from onefold.plan import hardware, search
-from onefold.plan.account import Candidate
+from onefold.plan.account import Candidate, assumptions_of, in_a_line, notes_of
 from onefold.plan.hardware import Gpu, Machine
 from onefold.plan.job import SOMEWHERE, Job
-from onefold.plan.notes import assumptions_of, in_a_line, notes_of
 from onefold.plan.shapes import ModelShape
 from onefold.plan.subject import question_of
 from onefold.recipe import Recipe

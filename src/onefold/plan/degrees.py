@@ -14,10 +14,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
-from onefold.layout.holders import Holders, Mesh
+from onefold.layout.holders import Mesh
 from onefold.plan.hardware import Machine
 from onefold.plan.shapes import ModelShape, Transformer
 from onefold.wording import few
@@ -113,12 +113,10 @@ class Degrees:
         """The sizes of `AXES`."""
         return {"dp": self.dp // self.ep, "ep": self.ep, "cp": self.cp, "tp": self.tp}
 
-    def coordinates_of(self, rank: int) -> dict[str, int]:
-        """Return the place of a rank of a stage along each of `AXES`."""
-        at = {}
-        for name in reversed(AXES):
-            rank, at[name] = divmod(rank, self.sizes[name])
-        return at
+    @cached_property
+    def mesh(self) -> Mesh:
+        """The mesh that the ranks of a stage share."""
+        return Mesh(AXES, tuple(self.sizes.values()), DATA)
 
     def __str__(self) -> str:
         said = [f"dp {self.dp}"]
@@ -131,12 +129,6 @@ class Degrees:
 
 #: One rank, or data ranks alone where their number does not matter.
 ALONE = Degrees()
-
-
-@lru_cache(maxsize=64)
-def holders(degrees: Degrees, divided: tuple[str, ...]) -> Holders:
-    """Return the holders of a parameter that is divided along `divided`, as the runtime finds them."""
-    return Mesh(AXES, tuple(degrees.sizes.values()), DATA).holders(divided)
 
 
 def divisors(number: int) -> list[int]:

@@ -9,11 +9,14 @@ import importlib
 import os
 import re
 import sys
+import tomllib
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cache
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,6 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from onefold.plan.architectures import architectures, known
 from onefold.plan.shapes import ModelShape, Parameter, Transformer, UnitShape
 from onefold.reading import read_json
 from onefold.runtime.units import Found, find_units, keeps_dtype
@@ -35,6 +37,52 @@ _FFN = ("intermediate_size", "n_inner", "ffn_dim", "d_ff")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k")
 _LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+# -- public architectures --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One row of the table.
+
+    Attributes:
+        model_type: transformers' name of the family. config: the arguments of its config.
+        published: the number of parameters as its source states it.
+        tolerance: relative; how far the sum of the shapes may be from it.
+    """
+
+    name: str
+    model_type: str
+    config: Mapping[str, Any]
+    published: float
+    tolerance: float
+
+
+@cache
+def architectures() -> Mapping[str, Architecture]:
+    """Return every architecture by its name and its other spellings."""
+    text = resources.files("onefold.plan").joinpath("architectures.toml").read_text("utf-8")
+    families = tomllib.loads(text)
+    aliases = families.pop("aliases")
+    found = {
+        name: Architecture(name, family, row, row.pop("published"), row.pop("tolerance"))
+        for family, rows in families.items()
+        for name, row in rows.items()
+    }
+    return found | {alias: found[name] for alias, name in aliases.items()}
+
+
+def known(name: object) -> Architecture | None:
+    """Return the row of that name, without organization, case and suffixes: "meta-llama/Llama-2-7b-hf"
+    is "llama-2-7b". None if there is none, or if a folder with a config.json is called so.
+    """
+    if os.path.isfile(os.path.join(str(name), "config.json")):
+        return None
+    plain = str(name).strip().lower().replace("_", "-").rsplit("/", 1)[-1]
+    for part in ("meta-", "-hf", "-v0.1"):
+        plain = plain.removeprefix(part).removesuffix(part)
+    return architectures().get(plain)
+
 
 # -- from code to a module -------------------------------------------------------------------------
 
@@ -89,8 +137,8 @@ def _from_config(path: Path, as_it_is: bool) -> nn.Module:
 
 
 def built(source: str, values: Mapping[str, Any], as_it_is: bool = False) -> nn.Module:
-    """Build the model of transformers whose config has these values. Raises ValueError in words about
-    `source`.
+    """Build the model of transformers whose config has these values on the meta device; `as_it_is` as
+    in `module_of`. Raises ValueError in words about `source`.
     """
     try:
         import transformers
@@ -113,7 +161,10 @@ def built(source: str, values: Mapping[str, Any], as_it_is: bool = False) -> nn.
         )
     try:
         config = configs[kind].from_dict(dict(values))
-        return build(class_for(config), config, as_it_is)
+        own = {} if as_it_is else {"dtype": torch.float32}
+        with quietly(), torch.device("meta"):
+            module: nn.Module = class_for(config)._from_config(config, **own)
+        return module.train()
     except ValueError:
         raise
     except Exception as error:  # a config's values may break anything in the model's own code
@@ -136,15 +187,6 @@ def class_for(config: Any) -> Any:
         if type(config) in auto._model_mapping:
             return auto._model_mapping[type(config)]
     raise ValueError(f"transformers has no model class for {type(config).__name__}.")
-
-
-def build(kind: Any, config: Any, as_it_is: bool = False) -> nn.Module:
-    """Build a model of class `kind` on the meta device; `as_it_is` as in `module_of`."""
-    with quietly(), torch.device("meta"):
-        module = kind._from_config(config) if hasattr(kind, "_from_config") else kind(config)
-    if not as_it_is and module.dtype not in (torch.float32, torch.float64):
-        module = module.float()
-    return module.train()
 
 
 def made_by(source: str, within: AbstractContextManager[Any]) -> tuple[nn.Module, Any]:

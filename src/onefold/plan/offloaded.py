@@ -21,9 +21,8 @@ from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGIN
 from onefold.offload.step import AHEAD, WAITING
 from onefold.offload.transfers import BEHIND
 from onefold.plan.program import Program
-from onefold.plan.states import filled, moments, states_on_disk, stays_in_memory
+from onefold.plan.rank import filled, moments, states_on_disk
 from onefold.recipe import Tier
-from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.options import SECTOR
 from onefold.recipe.rows import OFF_DEVICE
 
@@ -43,8 +42,8 @@ def offloaded_bytes(program: Program) -> tuple[Held, Held]:
     for flat in flats:
         for tier, kind, nbytes in flat.offloaded:
             rest[tier.value][_CATEGORIES[kind]] += nbytes
-        for where, nbytes in _moments(program, flat).items():
-            rest[where][MOMENTS] += nbytes
+        for where, nbytes in moments(flat, program.optimizer).items():
+            rest[where.value][MOMENTS] += nbytes * (program.owned is None)
     trained, made = [f for f in flats if f.trainable and f.own], rest[HOST][MOMENTS]
     rest[HOST][MOMENTS] += program.owned.host_states if program.owned else 0
     passing = Counter(
@@ -58,24 +57,6 @@ def offloaded_bytes(program: Program) -> tuple[Held, Held]:
         rest[HOST][IDLE] = passing[STAGING] + passing[GRADIENTS]
     at_rest, at_most = ({tier: filled(by) for tier, by in held.items()} for held in (rest, peak))
     return at_rest, at_most
-
-
-def _moments(program: Program, flat: ShardSpec) -> dict[str, int]:
-    """Return the bytes of moments of one flat buffer by tier, but for those of whole matrices. In files
-    they have room for padding too. Memory keeps Adam's counts, and moments too small to be packed.
-    """
-    if not flat.trainable or program.owned is not None:
-        return {}
-    tier, every = program.recipe.optimizer.tier, moments(flat, program.optimizer)
-    if not tier.on_disk:
-        return {tier.value: every}
-    states = PLANNED[program.optimizer].elementwise_states
-    slots = [slot for slot in flat.layout.slots if not stays_in_memory(flat, slot)]
-    packed = sum(flat.moment_bytes(slot, states) for slot in slots)
-    return {
-        tier.value: states_on_disk(flat, flat.own, program.optimizer),
-        HOST: every - packed,
-    }
 
 
 # -- in a step -------------------------------------------------------------------------------------
@@ -126,7 +107,7 @@ def _staging(program: Program, flats: Sequence[ShardSpec], trained: Sequence[Sha
     out += (BEHIND + 1) * chunk * max(waiting)
     if parameters.on_disk:  # units that are read for gathers
         read = Counter(f.own * f.dtypes.compute.itemsize for f in flats)
-        out += sum(nbytes * min(n, 2 + program.ahead) for nbytes, n in read.items())
+        out += sum(nbytes * min(n, 2 + program.units_ahead) for nbytes, n in read.items())
     elif parameters is Tier.DEVICE and program.streams:
         # New masters are cast for the device: so many, if copies lag behind
         casts = Counter[int]()

@@ -53,13 +53,11 @@ from onefold.layout import Hop, Level, Topology
 from onefold.memory import GATHERED, GRADIENTS, LEAVING, OWNED, REDUCTION, MemoryLedger, Pool
 from onefold.plan.degrees import Degrees
 from onefold.plan.owned import Owned, owned_matrices, stepped_whole, touched_by
-from onefold.plan.rank import Flat, Stage, UnitPlan, units_of
-from onefold.plan.states import at_rest, states_on_disk
+from onefold.plan.rank import Flat, Stage, UnitPlan, at_rest, states_on_disk, units_of
 from onefold.recipe import Recipe, Tier
-from onefold.recipe.core import LARGE_TRAFFIC, SMALL_TRAFFIC
 from onefold.recipe.optimizers import PLANNED
 from onefold.recipe.rows import GROUP
-from onefold.runtime.gather import backwards, last_units
+from onefold.runtime.gather import Order, backwards, last_units, look_ahead
 from onefold.runtime.reduce import are_large, is_due
 
 _FP32 = 4
@@ -127,17 +125,18 @@ def gathered(flat: Flat, renewing: bool) -> list[tuple[Level, int]]:
 @dataclass(eq=False)
 class Unit(UnitPlan):
     """A unit with its gathered buffers, by number of the flat buffer, and encoded data that arrives.
-    `arrival`: the last operation of each gather under way.
+    `arrival`: the last operation of each gather under way. For others see `Unit` in runtime/flat.py.
     """
 
     held: dict[int, torch.Tensor] = field(default_factory=dict)
     coded: list[torch.Tensor] = field(default_factory=list)
-    gathered: bool = False
+    ungathered: bool = True
+    used: bool = False
+    awaiting_backward: bool = False
     arrival: list[int] = field(default_factory=list)
 
     @cached_property
-    def nbytes(self) -> int:
-        """Bytes of the gathered unit."""
+    def gathered_bytes(self) -> int:
         return sum(f.numel * f.dtypes.compute.itemsize for f in self.flats if not f.resident)
 
 
@@ -191,12 +190,12 @@ class Program:
         self.ledger = MemoryLedger()
         self.pool = Pool(torch.device("meta"), self.ledger)
         self.units = [Unit(u.name, u.flats, u.looks_up_only) for u in units]
-        self.ahead = recipe.units_ahead(any(f.topology.two_levels for f in flats))
+        self.units_ahead = recipe.units_ahead(any(f.topology.two_levels for f in flats))
         self.unsharded = all(f.unsharded for f in flats)
         # Around others: around the next, since they are in the order of `named_modules()`
         self.outer = {u for u, after in pairwise(self.units) if u.encloses(after)}
         # In the order of the forward pass, and of the backward pass
-        self.sharded = [u for u in self.units if not u.resident]
+        self.sharded: list[Any] = [u for u in self.units if not u.resident]
         self.needed = [u for u in backwards(self.sharded) if not u.looks_up_only]
         turns = self.sharded and recipe.reshard_after_forward
         self.turning = last_units(self.sharded, self.needed) if turns else set()
@@ -220,7 +219,8 @@ class Program:
         self.held_sums: dict[int, torch.Tensor] = {}
         self.has_grad: set[int] = set()
         self.leaving: list[int] = []  # gradients that copies to the host read
-        self.unused: set[Unit] = set()  # units that are gathered and not yet used
+        # What `look_ahead` asks of an engine's `Gatherer`
+        self.order, self.gathered, self.keeping = Order(self.sharded), dict[int, Unit](), ()
         for category, nbytes in at_rest(units, held=0).items():
             self.ledger.add(category, nbytes)
         self.ledger.reset_peak()
@@ -331,7 +331,7 @@ class Program:
     # -- forward -----------------------------------------------------------------------------------
 
     def _forward(self) -> None:
-        self.coming = [*self.sharded]
+        self.order.begin(self.sharded)
         self.renewing, self.phase = self.micro == 0, "forward"
         for unit in self.units if self.renewing else ():  # resident buffers are stale after a step
             for flat in unit.flats:
@@ -354,41 +354,33 @@ class Program:
             self._pass(unit)
         self._moment(unit.name)
         if unit in self.turning:  # it stays gathered for the backward pass
-            self.unused.add(unit)
-        elif unit.gathered and self.recipe.reshard_after_forward:
+            unit.used, unit.awaiting_backward = False, True
+        elif not unit.ungathered and self.recipe.reshard_after_forward:
             self._release(unit)
 
     def _acquire(self, unit: Unit) -> None:
-        if unit.resident:
+        if unit.resident or unit.used:
             return
-        if unit in self.coming:
-            del self.coming[: self.coming.index(unit) + 1]
-        if not unit.gathered:
-            self._launch(unit)
+        self.order.come_to(unit, False)  # type: ignore[arg-type]
+        if unit.ungathered:
+            self.launch(unit)
         self._arrive(unit)
         if unit.arrival:  # what is launched from now on comes after it
             self._op("wait", COMPUTE, after=unit.arrival)
             unit.arrival = []
-        if unit not in self.unused:
-            return
-        self.unused.remove(unit)
-        ahead, nbytes = len(self.unused), sum(u.nbytes for u in self.unused)
-        while self.ahead and self.coming:
-            nbytes += self.coming[0].nbytes
-            if nbytes > (LARGE_TRAFFIC if ahead < self.ahead else SMALL_TRAFFIC) and ahead:
-                break
-            following = self.coming.pop(0)
-            if not following.gathered:
-                self._launch(following)
-                ahead += 1
-        for following in self.coming[:1] if self.ahead else ():
-            for i, flat in enumerate(following.flats):
-                if not following.gathered and flat.gathers_from_disk and self._reads(flat):
-                    self._hold(following, i)
+        unit.used, unit.awaiting_backward = True, False
+        if self.units_ahead:
+            look_ahead(self, self.order)
 
-    def _launch(self, unit: Unit) -> None:
-        unit.gathered = True
-        self.unused.add(unit)
+    def fetch(self, unit: Unit) -> None:
+        """Take the buffers into which a disk is read ahead."""
+        for i, flat in enumerate(unit.flats):
+            if unit.ungathered and flat.gathers_from_disk and self._reads(flat):
+                self._hold(unit, i)
+
+    def launch(self, unit: Unit) -> None:
+        unit.ungathered = False
+        self.gathered[id(unit)] = unit
         for i, flat in enumerate(unit.flats):
             if not flat.resident:
                 self._hold(unit, i)
@@ -420,8 +412,8 @@ class Program:
 
     def _release(self, unit: Unit) -> None:
         self._arrive(unit)
-        unit.gathered = False
-        self.unused.discard(unit)
+        unit.ungathered, unit.used, unit.awaiting_backward = True, False, False
+        del self.gathered[id(unit)]
         for i in sorted(unit.held):
             self.pool.give(unit.held.pop(i))
 
@@ -434,7 +426,7 @@ class Program:
         # Bytes of sums that were sent on, and what `.grad` keeps of them
         self.sent_on: list[tuple[int, int]] = []
         self.adding = 0  # bytes in which the device adds to gradients on the host
-        self.coming = [u for u in self.needed if not u.gathered]
+        self.order.begin([u for u in self.needed if u.ungathered or u.awaiting_backward])
         around: list[Unit] = []
         # The root, if it only holds what follows the blocks: it completes before them
         tail: list[Unit] = []
@@ -464,9 +456,8 @@ class Program:
             self._becomes(summed, kept)
         self.leaving.clear()  # the host waits for them
         self.ledger.set(LEAVING, 0)
-        for unit in self.units:
-            if unit.gathered:
-                self._release(unit)
+        for unit in list(self.gathered.values()):
+            self._release(unit)
         self.pool.drain()
         for unit in self.units:
             self._own_gradients(unit)
@@ -491,7 +482,7 @@ class Program:
                 self._land(self.under_way.pop(0))
             while len(self.on_next_hop) > self.recipe.in_flight or are_large(self.on_next_hop):
                 self._land(self.on_next_hop.pop(0))
-        if unit.gathered:
+        if not unit.ungathered:
             self._release(unit)
         self._moment(unit.name)
 

@@ -26,10 +26,9 @@ from torch import nn
 
 from onefold.plan.account import Activities, Question
 from onefold.plan.activity import assumed_dims, of_dims
-from onefold.plan.architectures import known
 from onefold.plan.hardware import Machine
 from onefold.plan.job import Job
-from onefold.plan.modules import adapted, model_shape, module_of, positions_of, quietly
+from onefold.plan.modules import adapted, known, model_shape, module_of, positions_of, quietly
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.tracing.blocks import repeated_blocks

@@ -11,8 +11,7 @@ from rich.table import Table
 
 from onefold.comm import OWNERS
 from onefold.memory import STAGING
-from onefold.plan.account import Candidate
-from onefold.plan.notes import in_a_line
+from onefold.plan.account import Candidate, in_a_line
 from onefold.plan.owned import Balance
 from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS
 from onefold.recipe.rows import Tier

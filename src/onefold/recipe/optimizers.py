@@ -4,7 +4,7 @@ One row says all that the package knows of an optimizer:
 
 | who reads the row                    | what it reads                                                |
 |--------------------------------------|--------------------------------------------------------------|
-| the plan (plan/states.py)            | `states`: their bytes                                        |
+| the plan (plan/rank.py)              | `states`: their bytes                                        |
 | the simulation                       | `simulated`: the class and its arguments; `update`           |
 | `onefold train --optimizer`          | `options`: what `--optimizer-options` may set; `package`     |
 | DeepSpeed's `"optimizer": {"type"}`  | `deepspeed`, or why it is refused: `refused`                 |

@@ -35,6 +35,18 @@ def tensors_in(value: Any, depth: int = 4) -> list[Any]:
     return [t for part in parts for t in tensors_in(part, depth - 1)]
 
 
+def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors that an operation of torch writes to, by its schema."""
+    declared = func._schema.arguments if func._schema.is_mutable else ()
+    given = {a.name: value for a, value in zip(declared, args, strict=False)} | kwargs
+    return tensors_in([given.get(a.name) for a in declared if is_written(a)])
+
+
+def is_written(argument: Any) -> bool:
+    """Return whether an operation writes to an argument of its schema."""
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 def mapped(value: Any, change: Callable[[torch.Tensor], Any], objects: int = 0) -> Any:
     """Return `value` with each tensor in its lists, tuples and dicts replaced by `change(tensor)`.
     `objects`: so many levels of dataclasses, plain objects and dicts of other classes are copied too.

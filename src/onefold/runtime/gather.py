@@ -273,6 +273,26 @@ def last_units(forward: Sequence[Any], backward: Sequence[Any]) -> set[Any]:
 # -- when --------------------------------------------------------------------------------------------
 
 
+def look_ahead(gatherer: Any, order: Order) -> None:
+    """Launch the gathers of the units that come next; read one further unit from its disk, which is
+    slower than the wire.
+    """
+    waiting = [u for u in gatherer.gathered.values() if not (u.used or u in gatherer.keeping)]
+    ahead, nbytes = len(waiting), sum([u.gathered_bytes for u in waiting])
+    while (unit := order.next()) is not None:
+        if not unit.awaiting_backward:  # else it is gathered, and counted already
+            nbytes += unit.gathered_bytes
+            if ahead and nbytes > (
+                LARGE_TRAFFIC if ahead < gatherer.units_ahead else SMALL_TRAFFIC
+            ):
+                gatherer.fetch(unit)
+                return
+            if unit.ungathered:
+                gatherer.launch(unit)
+                ahead += 1
+        order.at += 1
+
+
 class Gatherer:
     """Gathers, keeps and releases the units of one engine.
 
@@ -499,26 +519,7 @@ class Gatherer:
         order.seen.append(unit)
         self._release_unwanted(unit, backward)
         if order.walk and order.agreed and self.units_ahead:
-            self._look_ahead(order)
-
-    def _look_ahead(self, order: Order) -> None:
-        """Launch the gathers of the units that come next; read one further unit from its disk,
-        which is slower than the wire.
-        """
-        waiting = [u for u in self.gathered.values() if not (u.used or u in self.keeping)]
-        ahead, nbytes = len(waiting), sum([u.gathered_bytes for u in waiting])
-        while (unit := order.next()) is not None:
-            if not unit.awaiting_backward:  # else it is gathered, and counted already
-                nbytes += unit.gathered_bytes
-                if ahead and nbytes > (
-                    LARGE_TRAFFIC if ahead < self.units_ahead else SMALL_TRAFFIC
-                ):
-                    self.fetch(unit)
-                    return
-                if unit.ungathered:
-                    self.launch(unit)
-                    ahead += 1
-            order.at += 1
+            look_ahead(self, order)
 
     def gather_alone(self, unit: Unit) -> bool:
         """Gather the unit for something outside the order of passes. Collective at stage 3.

@@ -36,6 +36,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -48,26 +49,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from onefold.comm import STEP_MOVES
 from onefold.comm.communicators import mesh_of
-from onefold.machine.flops import values_in
-from onefold.memory import nbytes_of
+from onefold.observe.memory import DEVICE
+from onefold.observe.trace import Recording, measured, record
 from onefold.offload import step as offload_step
-from onefold.offload.nvme import stores_from
+from onefold.offload.nvme import PAGE, Region, Transfer, stores_from
 from onefold.plan.account import pipelined
-from onefold.plan.architectures import known
 from onefold.plan.degrees import AXES, DATA, Degrees
-from onefold.plan.modules import model_shape, module_of, quietly
+from onefold.plan.modules import known, model_shape, module_of, quietly
 from onefold.plan.owned import stepped_whole
 from onefold.plan.program import Program, program_of
-from onefold.plan.rank import divided_along, handed_on, local_shape, rule_of, stages_of
-from onefold.plan.schema import ACTIVATIONS, MOMENTS, Account
-from onefold.plan.shapes import ModelShape
-from onefold.plan.states import filled
+from onefold.plan.rank import divided_along, handed_on, rule_of, stages_of
+from onefold.plan.schema import ACTIVATIONS, MOVED, Account
+from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.subject import tokens
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.optimizers import SIMULATED
 from onefold.recipe.rows import FLAT, NODE
-from onefold.runtime.parameters.interval import disable_torch_function
-from onefold.simulation.stand_in import Disk, stand_in
 from onefold.tracing.blocks import Checkpointing, recompute
 from onefold.tracing.calling import backward, call, loss_of
 from onefold.tracing.fake import Integers, fake_batch, fake_tensors, twin_of
@@ -91,10 +88,10 @@ class Simulation:
     """The ledgers of one rank, for one optimizer step in the steady state.
 
     Attributes:
-        account: bytes at rest on the device (moments are the optimizer's own tensors), the engine's
-            ledger at its peak, bytes on the wire and between tiers by move. Activations that move
-            are left out. Of a mesh also `sent`, by the axes along which the receivers lie
-            ("dp × cp"): what the engine has sent, and along "pp" what torch's schedule has.
+        account: of a recording, as of real steps (observe/trace.py): bytes at rest and at peak, on the
+            wire and between tiers, without seconds. Activations are left out. Of a mesh also `sent`,
+            by the axes along which the receivers lie ("dp × cp"): what the engine has sent, and along
+            "pp" what torch's schedule has.
         predicted: the same by the plan's walk, without an engine.
         events: every move and every change of memory, in order.
         source: whose forward pass ran: `MODULE` or `STAND_IN`.
@@ -127,10 +124,11 @@ class Simulation:
         return {**asdict(self), "exact": self.exact}
 
 
-def events_of(engine: Any) -> tuple[Event, ...]:
-    """Return every move and every change of memory, in order."""
-    rows = [(at, (kind, unit, nbytes, False)) for at, kind, unit, nbytes in engine.memory.timeline]
-    rows += [(e.launched, (e.move, e.unit, e.nbytes, True)) for e in engine.traffic.events]
+def events_of(recording: Recording) -> tuple[Event, ...]:
+    """Return every move and every change of the device's memory, in order."""
+    held, moves = recording.tiers[DEVICE].changes, recording.moves
+    rows = [(at, (kind, unit, nbytes, False)) for at, kind, unit, nbytes in held]
+    rows += [(m.launched, (m.move, m.unit, m.nbytes, True)) for m in moves if m.move not in MOVED]
     return tuple(event for _, event in sorted(rows, key=lambda row: row[0]))
 
 
@@ -203,10 +201,10 @@ def simulate(
                     if slot.name in names
                 ]
                 passes = ran.passes(twin, micro_batches)
-                optimizers = optimizers_of(twin, optimizer, matrices)
-                account = steps_of(engine, passes, optimizers)
-                events, account = events_of(engine), replace(account, sent=ran.seen(engine))
-                del twin, passes, optimizers, matrices
+                stepper = optimizer_of(twin, optimizer, matrices)
+                recording, account = steps_of(engine, twin, passes, stepper)
+                events, account = events_of(recording), replace(account, sent=ran.seen(engine))
+                del twin, passes, matrices, stepper
     predicted = Account(
         rest=program.rest,
         ledger=program.peak,
@@ -242,7 +240,7 @@ class StandIn(TorchDispatchMode):
         self.model, self.stage, self.degrees = model, stages_of(model, degrees)[index], degrees
         self.recipe, self.sizes = pipelined(recipe, degrees), (samples, seq)
         # Bytes sent to other stages, and those of one output
-        self.first, self.sent, self.handed = rank - self.number, 0, 0
+        self.sent = self.handed = 0
         self.loss: Callable[[Any], torch.Tensor] = loss_of
         self.batch: Any = None
         self.mesh: Any = None
@@ -264,26 +262,23 @@ class StandIn(TorchDispatchMode):
         """Return what is sharded, whose parameters are DTensors where an axis divides them, and further
         arguments of `shard`.
         """
-        from torch.distributed.tensor import DTensor, Shard
-
-        root, *_ = modules = stand_in(self.stage.units)
-        for module, unit in zip(modules, self.stage.units, strict=True):
-            for own, p in zip(list(module._parameters), unit.parameters, strict=True):
-                shape = local_shape(p, self.degrees, self.number)
-                part = torch.empty(shape, dtype=p.dtype, device="cpu")
-                if divided := divided_along(p, self.degrees):
-                    mesh, dims = self.cut[divided], rule_of(p.name).axes
-                    stride = torch.empty(p.shape, device="meta").stride()
-                    part = DTensor.from_local(
-                        part, mesh, [Shard(dims[axis]) for axis in AXES if axis in divided], run_check=False,
-                        shape=torch.Size(p.shape), stride=stride,
-                    )  # fmt: skip
-                module._parameters[own] = nn.Parameter(part, requires_grad=p.trainable)
-            if isinstance(module, nn.Embedding):
-                _look_up_own_rows(module)
+        root = stand_in(self.stage.units, self.part)
         names = [name for name, _ in root.named_modules() if name]
         self.batch = torch.empty(1, device="cpu")
         return root.train(), {"mesh": self.mesh, "units": names}
+
+    def part(self, p: Parameter) -> nn.Parameter:
+        """Return what this rank has of a parameter."""
+        from torch.distributed.tensor import Shard, empty
+
+        part: torch.Tensor
+        if divided := divided_along(p, self.degrees):
+            dims = rule_of(p.name).axes
+            cuts = [Shard(dims[axis]) for axis in AXES if axis in divided]
+            part = empty(p.shape, dtype=p.dtype, device_mesh=self.cut[divided], placements=cuts)
+        else:
+            part = torch.empty(p.shape, dtype=p.dtype, device="cpu")
+        return nn.Parameter(part, requires_grad=p.trainable)
 
     def passes(self, module: nn.Module, micro_batches: int) -> Callable[[], None]:
         """Return a function that runs the passes of one optimizer step: of a pipeline, by torch's
@@ -345,7 +340,7 @@ class StandIn(TorchDispatchMode):
         }
         for event in engine.traffic.events:
             if self.mesh and event.move in STEP_MOVES and event.group in groups:
-                out[self._along(groups[event.group], self.first)] += event.nbytes
+                out[" × ".join(self.mesh.axes_of(groups[event.group]))] += event.nbytes
         return dict(+out)
 
     def told(self, program: Program) -> dict[str, int]:
@@ -353,15 +348,10 @@ class StandIn(TorchDispatchMode):
         out: Counter[str] = Counter()
         for op, times in program.counted():
             if self.mesh and op.kind == "move":
-                out[self._along(op.over)] += times * round(op.nbytes)
+                along = self.degrees.mesh.axes_of(op.over)
+                out[" × ".join(along)] += times * round(op.nbytes)
         out["pp"] = program.micro_batches * self.handed * self.stage.crossings
         return dict(+out)
-
-    def _along(self, ranks: Sequence[int], first: int = 0) -> str:
-        """Return the axes along which some ranks of a stage lie, whose first rank is `first`."""
-        at = [self.degrees.coordinates_of(rank - first) for rank in ranks]
-        along = (axis for axis in AXES if len({each[axis] for each in at}) > 1)
-        return " × ".join(along) or "nobody"
 
 
 class OwnCode(StandIn):
@@ -382,7 +372,7 @@ class OwnCode(StandIn):
             self.batch = tokens(module, seq, "onefold.simulation.simulate.simulate")(samples)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(isinstance(given, torch.UntypedStorage) for given in values_in((args, kwargs))):
+        if func.overloadpacket is torch.ops.aten.set_:  # of a storage
             return func(*args, **(kwargs or {}))
         return self.integers.call(func, args, kwargs or {})
 
@@ -393,14 +383,114 @@ class OwnCode(StandIn):
         return twin, {}
 
 
-def _look_up_own_rows(module: nn.Embedding) -> None:
-    """Let an embedding look rows up in its own part of the table, without a message."""
+# -- stand-ins -------------------------------------------------------------------------------------
+#
+# A stand-in for a shape is a module with the same parameters:
+#
+#     ModelShape   (root) | embed | layer 0 | layer 1 | head
+#     stand-in     one module per unit, in this order and as they lie in each other; parameters in their order
+#     forward      x ─► reads all parameters ─► x    backward     reads them again, gives each a gradient
+#
+# With a stand-in the engine gathers, reduces and steps exactly what it would with the model. The
+# stand-in itself computes nothing.
 
-    def forward(row: torch.Tensor) -> torch.Tensor:
-        own: Any = module.weight
-        return F.embedding(row, own.to_local() if hasattr(own, "to_local") else own)
 
-    module.forward = forward  # type: ignore[method-assign,assignment]
+class _Read(torch.autograd.Function):
+    """Returns x unchanged, but needs `parameters` in both passes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*parameters)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        wanted = zip(ctx.saved_tensors, ctx.needs_input_grad[1:], strict=True)
+        return grads[0], *(torch.zeros_like(p) if needed else None for p, needed in wanted)
+
+
+class _Block(nn.Module):
+    """A unit's parameters, with the units inside it as children.
+
+    A unit around other units reads its first parameter (an embedding table) before them, and all
+    its parameters (a last norm, a tied head) after them.
+    """
+
+    def __init__(self, own: Sequence[nn.Parameter]) -> None:
+        super().__init__()
+        for at, p in enumerate(own):
+            self.register_parameter(f"own_{at}", p)
+        self.names = [*self._parameters]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        own, inner = [getattr(self, name) for name in self.names], [*self.children()]
+        if own and inner:
+            x = _Read.apply(x, own[0])
+        row = torch.zeros(1, dtype=torch.long, device="cpu")  # any row of an embedding would do
+        for module in inner:
+            looks_up = type(module) is nn.Embedding
+            x = x + module(row).sum() if looks_up else module(x)
+        return _Read.apply(x, *own) if own else x
+
+
+def stand_in(units: Sequence[UnitShape], made: Callable[[Parameter], nn.Parameter]) -> nn.Module:
+    """Make a module with the parameters of `units`, as `made` makes each. Units lie in each other as
+    they do in the model, all of them in the first, which is returned.
+
+    It takes a tensor [1] that requires no gradient, and returns a tensor [1].
+    """
+    placed: dict[str, nn.Module] = {}
+    for unit in units:
+        own = [made(p) for p in unit.parameters]
+        module: nn.Module = _Block(own)
+        if unit.looks_up_only and own:
+            module = nn.Embedding(1, 1, device="meta")
+            module.weight = own[0]
+            module.forward = partial(_look_up, module)  # type: ignore[method-assign]
+        around = unit.name
+        while around and around not in placed:
+            around = around.rpartition(".")[0]
+        if placed:  # inside the innermost unit around it
+            placed[around].add_module(unit.name.replace(".", "_"), module)
+        placed[unit.name if placed else ""] = module
+    return placed[""]
+
+
+def _look_up(module: nn.Embedding, row: torch.Tensor) -> torch.Tensor:
+    """Look rows up in this rank's part of the table, without a message."""
+    own: Any = module.weight
+    return F.embedding(row, own.to_local() if hasattr(own, "to_local") else own)
+
+
+# -- a disk ----------------------------------------------------------------------------------------
+
+
+class Disk:
+    """NVMe without a disk: regions by the rules of the real store (offload/nvme.py), whose bytes are
+    nowhere. Reads and writes are done at once.
+    """
+
+    def region(self, name: str, numel: int, dtype: torch.dtype) -> Region:
+        return _Region(self, name, numel, dtype)
+
+    def close(self) -> None:
+        pass
+
+    def allocate(self, name: str, nbytes: int) -> tuple[None, int]:
+        return None, 0
+
+    def start(self, *_: Any) -> Transfer:
+        return Transfer()
+
+
+class _Region(Region):
+    """A region whose tensors have no memory, and so no addresses."""
+
+    def fits(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def _memory(self, start: int, tensor: torch.Tensor) -> int:
+        return -(-tensor.nbytes // PAGE) * PAGE
 
 
 # -- the world of one rank -------------------------------------------------------------------------
@@ -448,7 +538,6 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
     """Shard the twin and yield its engine; close the engine afterwards, also after an error.
     `given` are further arguments of `shard`.
     """
-    from onefold.optim.steps import remove_step_hooks
     from onefold.runtime.hooks import engine_of
     from onefold.sharding import shard
 
@@ -456,73 +545,57 @@ def engine_on(twin: nn.Module, recipe: Recipe, **given: Any) -> Iterator[Any]:
     try:
         yield engine
     finally:
-        remove_step_hooks(engine)
-        engine.close()
+        engine.finalizer()
         gc.collect()
 
 
-def optimizers_of(
+def optimizer_of(
     twin: nn.Module, optimizer: str, matrices: list[nn.Parameter]
-) -> list[torch.optim.Optimizer]:
-    """Make the optimizer; if it takes matrices alone, one for `matrices` and one for the rest."""
+) -> torch.optim.Optimizer:
+    """Make the optimizer; if it takes matrices alone, together with that of the rest."""
+    from onefold.optim.muon import MuonWithAdamW
     from onefold.optim.verdict import tell_verdict
     from onefold.runtime.stepper import GroupVerdict
 
-    known, apart, out = SIMULATED[optimizer], {id(p) for p in matrices}, []
-    rest = [p for p in twin.parameters() if id(p) not in apart]
-    parts = (known, matrices), (SIMULATED[known.rest or optimizer], rest)
-    for row, params in ((row, params) for row, params in parts if params):
-        options = {**row.arguments, **({"fused": True} if row.can_fuse("cpu") else {})}
-        out.append(row.load()(params, lr=1e-3, **options))
-        tell_verdict(out[-1], GroupVerdict(row.update))  # fake tensors have no values to try it on
-    return out
+    row, apart = SIMULATED[optimizer], {id(p) for p in matrices}
+    plain, rest = (
+        SIMULATED[row.rest or optimizer],
+        [p for p in twin.parameters() if id(p) not in apart],
+    )
+    every = (
+        {"params": rest, "fused": True, **plain.arguments},
+        {"params": matrices, "use_muon": True},
+    )
+    groups = [group for group in every if group["params"]]
+    made: torch.optim.Optimizer = (MuonWithAdamW if row.rest else plain.load())(groups, lr=1e-3)
+    # Fake tensors have no values to try an update on
+    updates = (row.update if "use_muon" in group else plain.update for group in groups)
+    tell_verdict(made, list(map(GroupVerdict, updates)))
+    return made
 
 
 def steps_of(
-    engine: Any, passes: Callable[[], None], optimizers: Sequence[torch.optim.Optimizer]
-) -> Account:
-    """Run optimizer steps, and return the account of the last, by the engine's ledgers. `passes` runs
-    the passes of one step.
+    engine: Any, twin: nn.Module, passes: Callable[[], None], optimizer: torch.optim.Optimizer
+) -> tuple[Recording, Account]:
+    """Run optimizer steps, and return a recording of the last, and its account. `passes` runs the passes
+    of one step.
     """
-    # An optimizer's first step is an ordinary one with `step_in_backward` too, so that the step behind
-    # it is not steady yet
-    for step in range(steps := STEPS + engine.recipe.step_in_backward):
-        if step + 1 == steps:
-            engine.memory.now()
-            engine.memory.reset_peak()
-            engine.traffic.reset()
-            engine.transfers.moved.reset()
-            engine.memory.record = True
+
+    def step() -> None:
         passes()
         engine.memory.now()  # a single rank has no hooks: this call counts its gradients
-        for stepper in optimizers:
-            stepper.step()
-        for stepper in optimizers:
-            stepper.zero_grad()
-    left = engine.memory.now()
-    engine.memory.record = False
-    with disable_torch_function():
-        elsewhere = {id(e.param) for flat in engine.offloaded_flats for e in flat.entries}
-        held = [
-            t
-            for stepper in optimizers
-            for param, state in stepper.state.items()
-            for t in state.values()
-            if isinstance(t, torch.Tensor) and id(param) not in elsewhere
-        ]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    # An optimizer's first step is an ordinary one with `step_in_backward` too, so that the step behind
+    # it is not steady yet
+    for _ in range(STEPS - 1 + engine.recipe.step_in_backward):
+        step()
+    with record(twin, optimizer) as recording:
+        step()
     # Activations move as the model has them, which closed forms do not say
-    moved = Counter[str]()
-    for (move, unit), each in engine.transfers.moved.by_move_and_unit.items():
-        if unit != ACTIVATIONS:
-            moved[move] += each.nbytes
-    # Broadcasts of rank 0's buffers are left out: they do not depend on the recipe
-    sent = engine.traffic.by_move()
-    return Account(
-        rest=filled(left | {MOMENTS: sum(map(nbytes_of, held))}),
-        ledger=engine.memory.peak(),
-        wire=filled({move: sent.get(move, 0) for move in STEP_MOVES}),
-        moved=dict(moved),
-    )
+    recording.moves = [move for move in recording.moves if move.unit != ACTIVATIONS]
+    return recording, replace(measured(twin, optimizer, recording), seconds={})
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 
+from onefold.runtime.differentiate import tensors_in
+
 
 def backward(scalar: torch.Tensor) -> None:
     """Run the backward pass. scalar.backward() would leave the mode CudaKernels meanwhile, and a
@@ -29,8 +31,6 @@ def loss_of(output: Any) -> torch.Tensor:
     """Return the scalar to differentiate, in fp32: the output's loss, else its first scalar, else the
     sum of its first floating-point tensor. What has no gradient comes last.
     """
-    from onefold.runtime.differentiate import tensors_in
-
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     tensors = (
         [found]

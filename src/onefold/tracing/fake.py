@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._pytree import tree_map_only
 
-from onefold.machine.flops import values_in
+from onefold.runtime.differentiate import tensors_in, written_by
 from onefold.tracing.blocks import Repetition
 from onefold.tracing.cuda_kernels import STAND_INS
 
@@ -62,7 +62,7 @@ class Integers:
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run `func`. Its results are real tensors if all inputs are, and they are small."""
-        packet, inputs = func.overloadpacket, _tensors_in((args, kwargs))
+        packet, inputs = func.overloadpacket, tensors_in((args, kwargs))
         whole = all(map(_is_known, inputs))
         if packet in _INDEXED:
             args = (args[0], self._positions(args[1]), *args[2:])
@@ -70,7 +70,7 @@ class Integers:
             _check_rows(*args[:2])
         elif not _ON_CONTENTS.isdisjoint(func.tags):
             return self._ask(func, args, kwargs, whole)
-        if not whole and (written := list(filter(_is_known, _written(func, args, kwargs)))):
+        if not whole and (written := list(filter(_is_known, written_by(func, args, kwargs)))):
             for t in written:
                 t.untyped_storage().spoiled = True  # type: ignore[attr-defined]
             return written[0]
@@ -86,7 +86,7 @@ class Integers:
             ) from error
         if packet in _PICKS and not whole:
             return self._balanced(packet, args, out)
-        results = _tensors_in(out)
+        results = tensors_in(out)
         # Memory of floats without contents is an engine's, which fills it with what is not known
         filled = packet not in _EMPTY or not results[0].is_floating_point()
         if whole and results and filled and all(map(_is_small, results)):
@@ -141,7 +141,7 @@ class Integers:
 
     def _balanced(self, packet: Any, args: Any, out: Any) -> Any:
         """Return a router's choices such that all experts are used equally."""
-        scores, picked, at = args[0], _tensors_in(out)[-1], 2 if packet is _aten.topk else 1
+        scores, picked, at = args[0], tensors_in(out)[-1], 2 if packet is _aten.topk else 1
         # topk picks along the last dimension by default; argmax must name its dimension
         dim = args[at] if len(args) > at else -1 if at == 2 else None
         if dim not in (-1, scores.dim() - 1) or scores.dim() == 0 or picked.numel() > LARGEST:
@@ -160,18 +160,6 @@ def _is_known(t: torch.Tensor) -> bool:
 
 def _fake_like(t: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device="cpu")
-
-
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that an operation writes to."""
-    declared = func._schema.arguments if func._schema.is_mutable else ()
-    given = {a.name: value for a, value in zip(declared, args, strict=False)} | kwargs
-    writes = (a.name for a in declared if a.alias_info is not None and a.alias_info.is_write)
-    return _tensors_in([given.get(name) for name in writes])
-
-
-def _tensors_in(given: Any) -> list[torch.Tensor]:
-    return [t for t in values_in(given) if isinstance(t, torch.Tensor)]
 
 
 def _check_rows(table: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -216,7 +204,7 @@ def tensors_of(module: nn.Module, without: Iterable[nn.Module] = ()) -> Iterator
     `without` are modules inside it that are passed over.
     """
     for _, inner in module.named_modules({*without}):
-        yield from _tensors_in(vars(inner))
+        yield from tensors_in([v for name, v in vars(inner).items() if name != "_modules"])
 
 
 def twin_of(
@@ -268,9 +256,7 @@ def fake_tensors() -> Iterator[None]:
     """
     with ExitStack() as inside:
         inside.enter_context(torch.random.fork_rng(devices=[]))
-        for name in ("transformers.utils.import_utils", "transformers.utils.generic"):
-            asked = sys.modules.get(name)
-            if hasattr(asked, "is_fake_tensor"):
-                inside.enter_context(mock.patch.object(asked, "is_fake_tensor", lambda _: False))
+        if asked := sys.modules.get("transformers.utils.import_utils"):
+            inside.enter_context(mock.patch.object(asked, "is_fake_tensor", lambda _: False))
         inside.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield

@@ -32,9 +32,9 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from onefold.machine.flops import values_in
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.recipe.options import Precision
+from onefold.runtime.differentiate import tensors_in
 from onefold.runtime.units import find_units
 from onefold.tracing.blocks import Checkpointing, Repetition, recompute, shorter
 from onefold.tracing.calling import backward, call, loss_of, vocabulary_of
@@ -132,9 +132,8 @@ def trace(
         for param in twin.parameters():
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(watch.take)
-        for t in values_in(dict(given) if isinstance(given, Mapping) else given):
-            if isinstance(t, torch.Tensor):
-                watch.key(t)
+        for t in tensors_in(given):
+            watch.key(t)
         t = None  # the loop's name would keep it
         with torch.enable_grad(), CudaKernels() if device == "cuda" else nullcontext(), watch:
             with saved_tensors_hooks(watch.pack, lambda t: t):

@@ -38,8 +38,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from onefold.machine.flops import flop_formulas, values_in
 from onefold.offload.activations import SMALLEST
+from onefold.runtime.differentiate import in_autograd, tensors_in
 
 ROOT = "(root)"
 _aten = torch.ops.aten
@@ -133,7 +133,7 @@ class Watch(TorchDispatchMode):
         """In the forward pass a unit begins a row, in the backward pass it has one: of its rows up to
         the one that runs, the last.
         """
-        if not _in_backward():
+        if not in_autograd():
             if self._units[-1:] != [unit]:
                 self._units.append(unit)
             self._goes_to(len(self._units) - 1, "forward")
@@ -154,7 +154,7 @@ class Watch(TorchDispatchMode):
 
     def _leave(self) -> None:
         self._stack.pop()
-        if len(self._stack) > 1 or not _in_backward():  # else what was recomputed goes on
+        if len(self._stack) > 1 or not in_autograd():  # else what was recomputed goes on
             self._runs(self._stack[-1])
 
     def _follow_backward(self) -> None:
@@ -174,22 +174,21 @@ class Watch(TorchDispatchMode):
         if func is torch.ops.prim.device.default:  # asked twice for each operation
             return args[0].fake_device
         kwargs = kwargs or {}
-        if _in_backward():
+        if in_autograd():
             self._follow_backward()
         donor = self._donor(func, args)
         out = self._call(func, args, kwargs)
         if (formula := self._formulas.get(func.overloadpacket)) is not None:
             self._flops[self._now] += int(formula(*args, **kwargs, out_val=out))
-        for t in values_in(out):
-            if isinstance(t, torch.Tensor):
-                self.key(t)
+        for t in tensors_in(out):
+            self.key(t)
         if donor is not None:
             self._sum = self.key(out), self.key(donor), not donor._is_view()
         return out
 
     def _donor(self, func: Any, args: Any) -> torch.Tensor | None:
         """Return the gradient to which a sum of gradients would be added. See [Note: sums in place]."""
-        if func is not _aten.add.Tensor or torch.is_grad_enabled() or not _in_backward():
+        if func is not _aten.add.Tensor or torch.is_grad_enabled() or not in_autograd():
             return None
         first, other = args
         alike = isinstance(other, torch.Tensor) and first.shape == other.shape
@@ -263,5 +262,28 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+# -- operations ------------------------------------------------------------------------------------
+
+
+def flop_formulas() -> dict[Any, Callable[..., int]]:
+    """Return {operation with matrix products: function of its FLOPs}, as torch counts FLOPs: a
+    multiplication and an addition are two.
+    """
+    from torch.utils.flop_counter import flop_registry
+
+    table = dict(flop_registry)
+    flash = "_scaled_dot_product_flash_attention"
+    for backward in ("", "_backward"):  # the CPU's kernels, which torch's table leaves out
+        table[getattr(_aten, f"{flash}_for_cpu{backward}")] = table[
+            getattr(_aten, flash + backward)
+        ]
+    return table | {_aten._grouped_mm: _grouped_flops}
+
+
+def _grouped_flops(
+    a: torch.Tensor, b: torch.Tensor, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    """Return the FLOPs of a grouped product: rows times the matrix of their group, (rows, k) and
+    (groups, k, n); or the matrices' gradients, (m, rows) and (rows, n).
+    """
+    return 2 * a.shape[-2] * a.shape[-1] * b.shape[-1]

@@ -47,7 +47,7 @@ import numpy as np
 import torch
 
 from onefold.memory import storage_of
-from onefold.runtime.differentiate import here, mapped, tensors_in
+from onefold.runtime.differentiate import here, is_written, mapped, tensors_in
 from onefold.runtime.parameters.interval import (
     IntervalSpec,
     ShardedParameterError,
@@ -582,17 +582,13 @@ def _overloads(func: Any) -> list[Any]:
         o
         for o in found
         if _has_tensor(o._schema.arguments)
-        and not any(a.kwarg_only and _is_written(a) for a in o._schema.arguments)
+        and not any(a.kwarg_only and is_written(a) for a in o._schema.arguments)
     ]
     return [o for o in found if "List" not in str(o._schema.arguments[0].type)] or found
 
 
 def _has_tensor(declared: Sequence[Any]) -> bool:
     return any("Tensor" in str(a.type) for a in declared)
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _by_overloads(name: str, overloads: list[Any]) -> Operator:
@@ -606,11 +602,11 @@ def _by_overloads(name: str, overloads: list[Any]) -> Operator:
     elif name.startswith("_foreach_"):  # by item, if the function of one tensor is by element
         item = getattr(torch.ops.aten, name[9:].rstrip("_"), None)
         run = on_lists if _by_overloads(name[9:], _overloads(item)).run is on_parts else on_whole
-    return Operator(name, run, any(_is_written(o._schema.arguments[0]) for o in overloads))
+    return Operator(name, run, any(is_written(o._schema.arguments[0]) for o in overloads))
 
 
 def _is_pointwise(op: Any) -> bool:
     """Whether each element of the result depends on the elements in its place, and on no others."""
     draws_or_counts = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
-    elsewhere = any(map(_is_written, op._schema.arguments[1:]))
+    elsewhere = any(map(is_written, op._schema.arguments[1:]))
     return torch.Tag.pointwise in op.tags and not (elsewhere or draws_or_counts & set(op.tags))
