@@ -7,14 +7,10 @@ a rank uses.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import nn
-
-from onefold.deepspeed.schema import LeafModules
-from onefold.deepspeed.utilities import logger
 
 __all__ = [
     "get_z3_leaf_modules",
@@ -24,7 +20,6 @@ __all__ = [
     "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
-    "z3_leaf_parameter",
 ]
 
 
@@ -35,11 +30,6 @@ def set_z3_leaf_module(module: nn.Module, flag: bool = True) -> None:
 
 def z3_leaf_module(module: nn.Module) -> bool:
     return bool(getattr(module, "_z3_leaf", False))
-
-
-def z3_leaf_parameter(param: nn.Parameter) -> bool:
-    """Whether an engine at stage 3 has found the parameter in a leaf module."""
-    return hasattr(param, "ds_z3_leaf_module")
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -130,24 +120,3 @@ def set_z3_leaf_modules_by_suffix(
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names end so: see `_mark`."""
     return _mark("name_suffixes", model, module_name_suffixes, flag, raise_if_not_found)
-
-
-def mark_configured(model: nn.Module, section: LeafModules, optimizer: Any) -> None:
-    """Mark the leaf modules that `zero_optimization.leaf_module` names. What fits no module is named
-    in a warning.
-
-    Sets `optimizer.leaf_parameters`, {leaf module: its trainable parameters}, and
-    `ds_z3_leaf_module` of these parameters. Neither keeps the model alive.
-    """
-    for kind in _FITS:
-        _, missing = _mark(kind, model, getattr(section, kind), raise_if_not_found=False)
-        if missing and kind != "classes":
-            logger.warning("zero_optimization.leaf_module.%s fits no module: %s", kind, missing)
-    if optimizer is None:
-        return
-    optimizer.leaf_parameters = weakref.WeakKeyDictionary()
-    for leaf in get_z3_leaf_modules(model):
-        parameters = [p for p in leaf.parameters() if p.requires_grad]
-        optimizer.leaf_parameters[leaf] = parameters
-        for parameter in parameters:
-            parameter.__dict__["ds_z3_leaf_module"] = weakref.proxy(leaf)
