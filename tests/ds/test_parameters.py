@@ -375,10 +375,13 @@ def test_after_an_error_parameters_are_as_they_were(folder: Path) -> None:
     engine = made(3, zero={"offload_optimizer": disk, "offload_param": disk})
     weight = engine.enter.weight
     weight.all_gather()
-    with pytest.raises(NotImplementedError, match="modifier_rank"):
-        weight.partition(has_been_updated=True)
-    weight.partition()
-    assert is_divided(weight)
+    with torch.no_grad():
+        weight.fill_(0.25)
+    weight.partition(has_been_updated=True)
+    assert is_divided(weight) and (masters(engine)[0] == 0.25).all(), "written on NVMe"
+    with pytest.raises(ValueError, match="expected the whole parameter's"):  # noqa: SIM117
+        with gathered(engine.enter.bias, modifier_rank=0):
+            engine.enter.bias.data = torch.zeros(3)
 
 
 @on_ranks(2)

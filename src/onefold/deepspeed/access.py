@@ -25,7 +25,7 @@ from onefold.runtime.parameters.interval import (
     owner_of,
     spec_of,
 )
-from onefold.runtime.parameters.values import Elsewhere, Unreduced, unreduced_error
+from onefold.runtime.parameters.values import Elsewhere, Unreduced, refined, unreduced_error
 from onefold.runtime.parts import MasterParts, master_items
 
 __all__ = [
@@ -44,8 +44,8 @@ __all__ = [
     "safe_update_full_grad_vectorized",
 ]
 #: What is asked for, besides the keys of optimizer states; and how messages call it.
-_GRADIENT, _MASTERS = ".grad", ""
-_SAID = {_GRADIENT: "the gradient", _MASTERS: "the master weights"}
+_GRADIENT, _MASTERS, VALUES = ".grad", "", ".data"
+_SAID = {_GRADIENT: "the gradient", _MASTERS: "the master weights", VALUES: "the values"}
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -97,15 +97,15 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    _overwrite(param, _GRADIENT, _piece(param, value))
+    overwrite(param, _GRADIENT, piece(param, value))
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    _overwrite(param, _MASTERS, _piece(param, value))
+    overwrite(param, _MASTERS, piece(param, value))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    _overwrite(param, optim_state_key, _piece(param, value))
+    overwrite(param, optim_state_key, piece(param, value))
 
 
 def safe_update_full_grad_vectorized(
@@ -122,17 +122,17 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    _overwrite(param, _GRADIENT, value)
+    overwrite(param, _GRADIENT, value)
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    _overwrite(param, _MASTERS, value)
+    overwrite(param, _MASTERS, value)
 
 
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
-    _overwrite(param, optim_state_key, value)
+    overwrite(param, optim_state_key, value)
 
 
 # -- this rank's elements --------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def _held(param: nn.Parameter, what: str) -> Tensor | None:
         there: Tensor = entry.flat.storage.read_gradient(entry)
         return there
     with disable_torch_function():
-        if what == _MASTERS and entry is not None and spec_of(param) is not None:
+        if what in (_MASTERS, VALUES) and entry is not None:
             return MasterParts().values(entry, "", *entry.owned())
         if what in _SAID:
             return None if held is None else held.detach().as_subclass(Tensor)
@@ -214,7 +214,7 @@ def _whole(param: nn.Parameter, what: str, held: Tensor | None) -> Tensor | None
         return spec.gather(local, _SAID.get(what, f"the state {what!r}")).float()
 
 
-def _piece(param: nn.Parameter, value: Tensor) -> Tensor:
+def piece(param: nn.Parameter, value: Tensor) -> Tensor:
     """Return this rank's elements of a whole tensor."""
     if value.shape != param.shape:
         raise ValueError(
@@ -225,7 +225,7 @@ def _piece(param: nn.Parameter, value: Tensor) -> Tensor:
     return value.reshape(-1) if spec is None else spec.piece(value)
 
 
-def _overwrite(param: nn.Parameter, what: str, value: Tensor) -> None:
+def overwrite(param: nn.Parameter, what: str, value: Tensor) -> None:
     """Overwrite this rank's elements by `value`, of any shape and dtype.
 
     Raises:
@@ -253,9 +253,11 @@ def _overwrite(param: nn.Parameter, what: str, value: Tensor) -> None:
             held.copy_(mine.view(held.shape))
         elif on_disk:
             entry.flat.storage.write_gradient(entry, mine)
-        elif what == _MASTERS:
+        elif what in _SAID:
             engine.wait_before_write(entry.flat)
             parts, (item,) = MasterParts(), master_items([entry])
+            if what == VALUES:  # they may have been gathered in the compute dtype
+                mine = refined(held, mine)
             parts.write(item, x, y, mine)
             parts.finish()
             engine.make_stale()

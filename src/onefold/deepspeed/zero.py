@@ -48,6 +48,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from onefold.deepspeed import divided
+from onefold.deepspeed.access import VALUES, overwrite, piece
 from onefold.deepspeed.divided import EARLY, agree, broadcast, leave
 from onefold.deepspeed.meaning import DeepSpeedConfig
 from onefold.deepspeed.utilities import join
@@ -55,15 +56,9 @@ from onefold.recipe import COMPUTE_DTYPES
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
 from onefold.runtime.hooks import engine_of
-from onefold.runtime.parameters.interval import (
-    disable_torch_function,
-    dress,
-    entry_of,
-    owner_of,
-    spec_of,
-)
+from onefold.runtime.parameters.interval import disable_torch_function, entry_of, owner_of
 from onefold.runtime.parameters.parameter import ShardedParameter, Whole, bare, face
-from onefold.runtime.parameters.values import elsewhere, refined
+from onefold.runtime.parameters.values import elsewhere
 from onefold.runtime.parts import whole_masters
 
 __all__ = [
@@ -290,7 +285,6 @@ class GatheredParameters:
         ValueError: on leaving: a sharded parameter was given another shape.
         RuntimeError: `modifier_rank` inside a forward or backward pass of the model; on leaving: a
             parameter was changed without `modifier_rank`, and `enable_sanity_checks` is set.
-        NotImplementedError: `modifier_rank` with parameters that are stored on NVMe or encoded.
     """
 
     def __init__(
@@ -391,7 +385,10 @@ class GatheredParameters:
                 del param.__dict__[INSIDE]
                 if EARLY not in param.__dict__:
                     if inside.local is not None:
-                        _put_back(param, inside.local, inside.kept is not None)
+                        whole, param.data = param.data, inside.local
+                        face([param])
+                        if inside.kept is not None:
+                            overwrite(param, VALUES, piece(param, whole))
                 elif not self._entered:  # alone: other ranks may still be gathering
                     if divided.can_divide(param):
                         divided.hide(param, divided.interval(param))
@@ -425,7 +422,6 @@ def partition(
         if (context := one.__dict__.get(_CALLED)) is None:
             continue
         if has_been_updated:
-            _refuse_unwritable([e for p in context._params if (e := entry_of(p)) is not None])
             context.modifier_rank = 0
         del one.__dict__[_CALLED]
         context.__exit__(None, None, None)
@@ -451,39 +447,8 @@ def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
                     f" {entry.slot.name!r} inside a pass of its model: change it outside."
                 )
         elif isinstance(p, ShardedParameter) or INSIDE in own:
-            if writes:
-                _refuse_unwritable([entry])
             found[1 + engine.number, entry.number] = p
     return [found[key] for key in sorted(found)]
-
-
-def _refuse_unwritable(entries: list[Entry]) -> None:
-    for entry in entries:
-        if not entry.flat.storage.in_place:
-            raise NotImplementedError(
-                f"GatheredParameters: parameter {entry.slot.name!r} is stored on NVMe or encoded, and"
-                " cannot be changed there with modifier_rank: change it before initialize, or with"
-                " onefold.full_params(model, write=True)."
-            )
-
-
-def _put_back(param: nn.Parameter, local: Tensor, writes: bool) -> None:
-    whole = param.data
-    param.data = local
-    face([param])
-    info: Any = param.onefold  # type: ignore[attr-defined]
-    if not writes:
-        return
-    if whole.shape != info.shape:
-        raise ValueError(
-            f"GatheredParameters: parameter {info.name!r} of shape {tuple(info.shape)} was given"
-            f" shape {tuple(whole.shape)}. Change shapes before initialize."
-        )
-    spec = spec_of(param)
-    with disable_torch_function():
-        mine = (whole if spec is None else spec.piece(whole)).view(local.shape)
-        mine = refined(local, mine)  # it may have been gathered in the compute dtype
-    param.data = mine if spec is None else dress(mine, spec)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
