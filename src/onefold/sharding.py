@@ -102,11 +102,9 @@ def shard(
     incoming, names = None, set[str]()
     with contextlib.ExitStack() as undo:  # if anything below raises
         if weights is not None:
-            from onefold.pretrained.weights import Weights
+            from onefold.pretrained.weights import load_shards, materialize_adapters, opened_by_all
 
-            incoming = Weights(weights, module, where, makes_up=init is not None)
-            undo.callback(incoming.close)
-            names = set(incoming.names)
+            materialize_adapters(module, where)
         specs = find_units(module, units if units is not None else recipe.units)
         mark_partial(specs, partial, ranks)
         refuse_max_norm(module, ranks.size == 1)
@@ -115,10 +113,12 @@ def shard(
         engine = Engine(specs, recipe, all_ranks, where, Capabilities())
         undo.callback(_close, engine)
         # What the ranks must have alike, before anything is laid out
-        values = compare_ranks(engine, module, recipe, specs, incoming is not None)
+        values = compare_ranks(engine, module, recipe, specs, weights is not None)
         preflight(engine)
-        if incoming is not None:
-            incoming.settle(engine)
+        if weights is not None:
+            incoming = opened_by_all(engine, weights, module, init is not None)
+            undo.callback(incoming.close)
+            names = incoming.names()
         compare_copies(engine, names)
         refuse_uneven_groups(engine)
         # Values, unit by unit
@@ -155,8 +155,7 @@ def shard(
             for note in notes(engine, sizes, device is not None):
                 logging.getLogger("onefold").warning(note)
         if incoming is not None:
-            incoming.load_shards(engine, module)
-            incoming.close()
+            load_shards(engine, module, incoming)
         engines[module] = engine
         engine.finalizer = weakref.finalize(module, _close, engine)
         undo.pop_all()

@@ -364,11 +364,6 @@ class Merging:
         Raises:
             CheckpointError: there is none, or it does more than add B·A to weights of linear layers.
         """
-        if not getattr(model, "peft_config", None):
-            raise CheckpointError(
-                f"merge_adapters=True: {type(model).__name__} has no adapters of peft. Add them"
-                " with peft.get_peft_model or model.add_adapter, or leave merge_adapters out."
-            )
         outline, adapter = outline_of(model, masters=True), active_of(model)
         base, names = unwrapped(model, outline)
         tied = {name: group for group in ties(outline) if len(group) > 1 for name in group}
@@ -433,19 +428,13 @@ def active_of(model: Any) -> str:
     """Return the name of the one adapter that is active in the LoRA layers.
     Raises: CheckpointError: several are active, or none, or adapters are merged already.
     """
-    layers = [m for m in model.modules() if hasattr(m, "lora_A") and hasattr(m, "active_adapters")]
-    if any(layer.merged_adapters for layer in layers):
-        raise CheckpointError(
-            "adapters are in the weights already (merge_adapter() was called): they would be added"
-            " twice. Call unmerge_adapter() before onefold.shard."
-        )
-    names = sorted(
-        {name for layer in layers for name in layer.active_adapters if name in layer.lora_A}
-    )
-    if len(names) != 1 or any(layer.disable_adapters for layer in layers):
-        raise CheckpointError(
-            f"merging adds one adapter that is switched on; active are {names or 'none'}"
-            + (", and adapters are disabled" if any(x.disable_adapters for x in layers) else "")
-            + ". Call set_adapter(NAME), or enable_adapter_layers()."
-        )
-    return str(names[0])
+    adapter = _adapter(model, None)
+    for layer in (m for m in model.modules() if hasattr(m, "lora_A")):
+        active = [] if layer.disable_adapters else list(layer.active_adapters)
+        if active != [adapter] or layer.merged_adapters:
+            raise CheckpointError(
+                f"merging adds one adapter that is switched on: active are {active}, and in the weights"
+                f" already {layer.merged_adapters}. Call set_adapter(NAME), enable_adapter_layers() or"
+                " unmerge_adapter() before onefold.shard."
+            )
+    return adapter

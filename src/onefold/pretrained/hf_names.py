@@ -153,14 +153,6 @@ def same(name: str, shape: Shape) -> Runs:
     return (ElementRun(0, name, 0, numel_of(shape)),)
 
 
-def overlapping(runs: Sequence[ElementRun], start: int, stop: int) -> Iterable[ElementRun]:
-    """Yield the parts of `runs` inside elements `[start, stop)`."""
-    for run in runs:
-        begin, end = max(run.at, start), min(run.at + run.length, stop)
-        if begin < end:
-            yield ElementRun(begin, run.name, run.start + begin - run.at, end - begin)
-
-
 # -- transformers' rules ---------------------------------------------------------------------------
 
 

@@ -27,13 +27,13 @@ from onefold.checkpoint.loading import apply_source, opened_alike
 from onefold.checkpoint.saving import begun
 from onefold.checkpoint.source import Item, Source, Stored, closed_on_error
 from onefold.checkpoint.tensorfile import TensorFile
+from onefold.layout import overlap
 from onefold.pretrained.hf_names import (
     Outline,
     Runs,
     Shape,
     is_transformers,
     outline_of,
-    overlapping,
     reading,
     ties,
 )
@@ -150,9 +150,11 @@ class Fitted(Source):
         return {item.name for item in self._items} | set(self._aliases)
 
     def read(self, item: Item, start: int, stop: int, out: Tensor) -> None:
-        for run in overlapping(self._runs[item], start, stop):
-            into = out[run.at - start : run.at - start + run.length]
-            self.source.read(Item("parameter", run.name), run.start, run.start + run.length, into)
+        for run in self._runs[item]:
+            a, b = overlap((run.at, run.at + run.length), (start, stop))
+            if a < b:
+                at, part = run.start + a - run.at, out[a - start : b - start]
+                self.source.read(Item("parameter", run.name), at, at + b - a, part)
 
 
 def refuse_shapes(there: Mapping[str, Shape], expected: Outline, what: str, hint: str = "") -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from onefold.checkpoint.errors import CheckpointError, NotStreamed
 from onefold.checkpoint.loading import apply_source, opened_alike
+from onefold.checkpoint.source import closed_on_error
 from onefold.checkpoint.together import Together, meet
 from onefold.pretrained.huggingface import Fitted, copies, opened, unwrapped
 from onefold.reading import StrPath
@@ -89,80 +90,45 @@ def read_whole(folder: StrPath, module: nn.Module) -> str:
         return str(error)
 
 
-class Weights:
-    """The weights given to `onefold.shard(weights=...)`. An error is kept until `settle`, which
-    raises it on all ranks.
-
-    Attributes:
-        names: every name of the model for which the folder has values.
-        error: why the weights cannot be loaded.
+def opened_by_all(engine: Engine, folder: StrPath, module: nn.Module, makes_up: bool) -> Fitted:
+    """Open the weights given to `onefold.shard(weights=...)`, the same on every rank, before the model
+    is laid out. `makes_up`: the caller initializes parameters that the folder lacks. Collective.
+    Raises: CheckpointError: on every rank.
     """
 
-    def __init__(
-        self,
-        folder: StrPath,
-        module: nn.Module,
-        device: torch.device,
-        makes_up: bool,
-    ) -> None:
-        """Open the folder. `makes_up`: the caller initializes parameters that the folder lacks.
-        `device`: the device of peft's adapters.
-        """
-        self.names: set[str] = set()
-        self.error: Exception | None = None
-        self._fitted: Fitted | None = None
-        try:
-            if getattr(module, "peft_config", None):
-                materialize_adapters(module, device)
-            self._fitted = opened(folder, module)
-            self.names = self._fitted.names()
-            absent = [n for n, p in module.named_parameters() if p.is_meta and n not in self.names]
+    def fitted() -> Fitted:
+        with closed_on_error(opened(folder, module)) as found:
+            names = found.names()
+            absent = [n for n, p in module.named_parameters() if p.is_meta and n not in names]
             _, base = unwrapped(module, module.state_dict())
             # What peft begins its adapters with is known of LoRA alone
             known = base.keys() | copies(module).keys()
             if absent and not (makes_up and known >= {*absent}):
-                left = self._fitted.unexpected
+                left = found.unexpected
                 more = f", and {len(left)} tensors that fit nowhere in it ({few(left)})"
-                more = more if left else ""
                 raise CheckpointError(
-                    f"{self._fitted.describe} has nothing for {len(absent)} of the parameters that"
-                    f" the model has on the meta device ({few(absent)}){more}. Is it of another"
+                    f"{found.describe} has nothing for {len(absent)} of the parameters that the model"
+                    f" has on the meta device ({few(absent)}){more if left else ''}. Is it of another"
                     " model? Give shard(..., init=function) to initialize what is missing; build"
                     " adapters of peft other than plain LoRA in memory."
                 )
-        except Exception as error:
-            self.error = error
+            return found
 
-    def settle(self, engine: Engine) -> None:
-        """Check that all ranks have opened the same weights. Collective.
-        Raises: CheckpointError: on every rank, if they have not or if a rank has an error.
-        """
+    meet(engine, "shard(weights=...)")
+    return opened_alike(Together.of(engine), fitted)
 
-        def fitted() -> Fitted:
-            if self.error is not None:
-                raise self.error
-            assert self._fitted is not None
-            return self._fitted
 
-        meet(engine, "shard(weights=...)")
-        opened_alike(Together.of(engine), fitted)
-
-    def load_shards(self, engine: Engine, module: nn.Module) -> None:
-        """Read the weights into the sharded model. Collective."""
-        assert self._fitted is not None
-        together = Together.of(engine)
-        loaded = apply_source([engine], [module], together, self._fitted, strict=False)
-        kept = "not in it, so left as the model brought them or as init made them"
-        nowhere = "fitting nowhere in the model"
-        for names, what in ((loaded.missing, kept), (loaded.unexpected, nowhere)):
-            if names and engine.rank == 0:
-                logging.getLogger("onefold").warning(
-                    f"{self._fitted.describe}: {what} ({len(names)}): {few(names)}"
-                )
-
-    def close(self) -> None:
-        if self._fitted is not None:
-            self._fitted.close()
+def load_shards(engine: Engine, module: nn.Module, weights: Fitted) -> None:
+    """Read the weights into the sharded model, and close them. Collective."""
+    with contextlib.closing(weights):
+        loaded = apply_source([engine], [module], Together.of(engine), weights, strict=False)
+    kept = "not in it, so left as the model brought them or as init made them"
+    nowhere = "fitting nowhere in the model"
+    for names, what in ((loaded.missing, kept), (loaded.unexpected, nowhere)):
+        if names and engine.rank == 0:
+            logging.getLogger("onefold").warning(
+                f"{weights.describe}: {what} ({len(names)}): {few(names)}"
+            )
 
 
 def materialize_adapters(module: nn.Module, device: torch.device) -> None:
@@ -176,12 +142,13 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
     layers: list[Any] = [m for m in module.modules() if hasattr(m, "reset_lora_parameters")]
     lora = {name: config for name, config in configs.items() if config.peft_type == "LORA"}
     for layer, (name, config) in itertools.product(layers, lora.items()):
-        own = (p for path, p in layer.named_parameters() if path.split(".")[1:2] == [name])
-        if not any(p.is_meta for p in own):
+        own = {
+            path: p
+            for path, p in layer.named_parameters()
+            if p.is_meta and path.split(".")[1:2] == [name]
+        }
+        if not own:
             continue
-        parts = [
-            part for kind in layer.adapter_layer_names if name in (part := getattr(layer, kind, {}))
-        ]
         how = config.init_lora_weights
         if how not in (True, False, "gaussian") or config.use_dora:
             raise CheckpointError(
@@ -190,12 +157,10 @@ def materialize_adapters(module: nn.Module, device: torch.device) -> None:
                 " model is on the meta device: build it in memory, or give"
                 " init_lora_weights=True or 'gaussian'."
             )
-        for part in parts:
-            if isinstance(part[name], torch.Tensor):
-                zeros = torch.zeros_like(part[name], device=device)
-                part[name] = nn.Parameter(zeros, requires_grad=part[name].requires_grad)
-            else:
-                part[name].to_empty(device=device)
-                if hasattr(part[name], "reset_parameters"):
-                    part[name].reset_parameters()
+        for path, like in own.items():
+            place, _, last = path.rpartition(".")
+            inner, zeros = layer.get_submodule(place), torch.zeros_like(like, device=device)
+            inner._parameters[last] = nn.Parameter(zeros, requires_grad=like.requires_grad)
+            if hasattr(inner, "reset_parameters"):
+                inner.reset_parameters()
         layer.reset_lora_parameters(name, how)
