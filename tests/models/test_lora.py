@@ -113,7 +113,7 @@ def _refused(config: Any, ranks: Ranks, root: Path) -> None:
     for changed, said in (
         ({"model": str(other)}, "around other weights than those of --model"),
         ({"lora": 8}, "shapes differ"),
-        ({"lora_targets": "q_proj"}, "is of other parameters"),
+        ({"lora_targets": "q_proj"}, "are unknown to this model"),
     ):
         with pytest.raises(ValueError, match=said):
             start(config.model_copy(update=changed), ranks)

@@ -5,6 +5,7 @@ layers. They are saved and merged as peft does with the same model unsharded, an
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -230,8 +231,10 @@ def test_a_save_takes_some_frozen_parameters_by_name(folder: Path) -> None:
     with onefold.full_params(model, write=True):
         for param in model.parameters():
             param.fill_(0.5)
-    loaded = onefold.load(folder / "some", model=model, strict=False)
+    onefold.load(folder / "some", model=model, strict="trained")
     kept = {n for n in expected if n == name or "lora_" in n}
-    assert not kept.intersection(loaded.missing)
+    model.get_parameter(frozen := next(n for n in expected if n not in kept)).requires_grad_(True)
+    with pytest.raises(onefold.CheckpointError, match=re.escape(f"missing in it ({frozen})")):
+        onefold.load(folder / "some", model=model, strict="trained")
     for n, value in onefold.full_state_dict(model).items():
         assert torch.equal(value, expected[n]) == (n in kept), n

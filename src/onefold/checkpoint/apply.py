@@ -63,7 +63,7 @@ class Filling:
     """
 
     def __init__(
-        self, engine: Engine, module: nn.Module, source: Source, strict: bool = False
+        self, engine: Engine, module: nn.Module, source: Source, strict: bool | str = False
     ) -> None:
         self.engine, self.source = engine, source
         self.error: Exception | None = None
@@ -104,6 +104,9 @@ class Filling:
         left = {i.name for i in items if i.kind in ("parameter", "buffer") and i not in taken}
         if source.missing is not None:
             self.missing = [*source.missing]
+        if strict == "trained":
+            frozen = {e.name for e in engine.entries if not e.param.requires_grad}
+            self.missing = [name for name in self.missing if name not in frozen]
         self.unexpected = sorted(left)
         # A source that was fitted to the model lists tensors without a place there, not in items()
         self.unexpected += source.unexpected

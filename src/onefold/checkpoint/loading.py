@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -68,7 +68,7 @@ def load(
     scheduler: Any = None,
     scaler: Any = None,
     data: Any = None,
-    strict: bool = True,
+    strict: bool | Literal["trained"] = True,
     rng: bool = True,
 ) -> Loaded:
     """Load a checkpoint that `save` has written. Number of ranks and stage may differ from those of
@@ -84,7 +84,8 @@ def load(
         scheduler: anything with load_state_dict().
         scaler: the same.
         data: the same.
-        strict: require that the names in checkpoint and model agree.
+        strict: require that the names in checkpoint and model agree. "trained": parameters that take
+            no gradient here may be missing in the checkpoint, and then stay as they are.
         rng: restore the random generators (Python, numpy, torch, CUDA). With another number of
             ranks, see `onefold.checkpoint.per_rank`.
 
@@ -161,7 +162,7 @@ def opened_alike(
 
 
 def apply_source(
-    engines: list[Engine], models: list[nn.Module], together: Together, source: Source, strict: bool,
+    engines: list[Engine], models: list[nn.Module], together: Together, source: Source, strict: bool | str,
     optimizer: Any = None, things: Mapping[str, Any] = MappingProxyType({}), rng: bool = False,
 ) -> Loaded:  # fmt: skip
     """Load `source` into the models and everything given with them. Collective."""
@@ -190,7 +191,7 @@ def apply_source(
     with together.each_rank():
         for filling in fillings if optimizers else ():
             # A stage finds all that it has; what is stored besides belongs to other stages
-            whole = together is home and (strict or bool(missing))
+            whole = together is home and bool(strict or missing)
             fit_groups(
                 engines, of_stage(filling.engine, engines, optimizers), filling.source, whole
             )

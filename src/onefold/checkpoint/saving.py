@@ -91,7 +91,7 @@ def save(
         overwrite: replace a checkpoint at `path`, atomically, after the new one is complete.
         frozen: also write parameters that take no gradient; or the names of those to write.
             Without them (for instance the base model under adapters, which is stored elsewhere)
-            load with strict=False.
+            load with strict="trained".
 
     Raises:
         CheckpointError: on every rank. No part of the new checkpoint remains, and an older one at

@@ -25,12 +25,10 @@ import onefold
 from onefold.checkpoint import CheckpointError
 from onefold.checkpoint.folder import latest
 from onefold.checkpoint.loading import source_of
-from onefold.checkpoint.source import Source
 from onefold.checkpoint.together import Together
 from onefold.deepspeed.reader import LATEST, DeepSpeedSource, named_in
 from onefold.pretrained.adapters import embedding_layers
 from onefold.reading import StrPath
-from onefold.wording import few
 
 if TYPE_CHECKING:
     from onefold.deepspeed.engine import DeepSpeedEngine
@@ -151,7 +149,7 @@ def load_checkpoint(
         )
     optimizer = load_optimizer_states and not load_module_only
     together = Together.of(onefold.engine_of(engine.module))
-    found = together.said_by_first(lambda: _find(Path(load_dir), tag, engine.module))
+    found = together.said_by_first(lambda: _find(Path(load_dir), tag))
     if found is None:
         if engine.global_rank == 0:
             logger.warning(
@@ -174,7 +172,7 @@ def load_checkpoint(
         scheduler=schedule,
         # None too if the configuration fixes the scale
         scaler=scaler if scaler is not None and scaler.dynamic else None,
-        strict=load_module_strict and own["frozen"],
+        strict=load_module_strict and (own["frozen"] or "trained"),
     )
     if not load_module_only:
         vars(engine).update(own["counts"])
@@ -201,9 +199,7 @@ def _agreed_tag(engine: DeepSpeedEngine, tags: list[str]) -> str:
     return tags[0]
 
 
-def _find(
-    root: Path, tag: str | None, module: nn.Module
-) -> tuple[Path, dict[str, Any], dict[str, Any]] | None:
+def _find(root: Path, tag: str | None) -> tuple[Path, dict[str, Any], dict[str, Any]] | None:
     """Find the checkpoint in `root`: by the tag, else by the file `latest`, else Onefold's
     checkpoint of the greatest step. Returns its folder, what `save` says of it, and the client
     state.
@@ -233,30 +229,7 @@ def _find(
                 f"{folder} was not saved by an engine of onefold.initialize: load it with"
                 " onefold.load(path, model=engine.module, optimizer=engine.optimizer)."
             )
-        if not said["engine"]["frozen"]:
-            _check_names(source, folder, module)
         return folder, said["engine"] | found, said["client_state"]
-
-
-def _check_names(source: Source, folder: Path, module: nn.Module) -> None:
-    """Check a checkpoint without frozen parameters against the model. It is loaded non-strictly, so
-    a checkpoint of another model must be found here.
-
-    Raises:
-        CheckpointError: it lacks parameters that are trained here, or has others that the model
-            lacks.
-    """
-    entries = onefold.engine_of(module).entries
-    known = {name for entry in entries for name in entry.names}
-    trained = (entry for entry in entries if entry.param.requires_grad)
-    lacking = [entry.name for entry in trained if source.parameter(entry.names) is None]
-    held = (item.name for item in source.items() if item.kind == "parameter")
-    if names := lacking or sorted(name for name in held if name not in known):
-        what = "lacks, and are trained here" if lacking else "has, and this model has not"
-        raise CheckpointError(
-            f"{folder} was saved with exclude_frozen_parameters=True, of another model:"
-            f" {len(names)} parameters that it {what} ({few(names)})."
-        )
 
 
 def _point_to(root: Path, tag: str) -> None:

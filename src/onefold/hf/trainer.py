@@ -342,7 +342,6 @@ def load_checkpoint(model: nn.Module, optimizer: Any, folder: StrPath) -> bool:
 
     Raises:
         CheckpointError: the folder has no weights, or those of another model; raised on every rank.
-        ValueError: the state lacks parameters that the model trains.
     """
     path, adapters = Path(folder), list(getattr(model, "peft_config", None) or ())
     state = path / STATE
@@ -352,14 +351,8 @@ def load_checkpoint(model: nn.Module, optimizer: Any, folder: StrPath) -> bool:
         if not adapters:
             onefold.load_pretrained(model, path)
         return False
-    loaded = onefold.load(state, model=model, optimizer=optimizer, strict=not adapters, rng=False)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    lacking = sorted(trained.intersection(loaded.missing))
-    if lacking:
-        raise ValueError(
-            f"{state} is of another model: it has nothing for {len(lacking)} trained parameters"
-            f" ({', '.join(lacking[:5])})."
-        )
+    strict: Any = "trained" if adapters else True
+    onefold.load(state, model=model, optimizer=optimizer, strict=strict, rng=False)
     return True
 
 

@@ -178,8 +178,8 @@ def take_over(run: Run, point: Point) -> None:
             f"{point.path} holds adapters alone, around other weights than those of --model"
             f" {run.config.model} with --lora. Name the model that the run began with."
         )
-    # strict=False allows missing frozen weights only: the optimizer's groups name the trained ones
-    load_checkpoint(point.path, **states, data=run.order, strict=base is None, rng=True)
+    strict: Any = True if base is None else "trained"
+    load_checkpoint(point.path, **states, data=run.order, strict=strict, rng=True)
     for group, options in zip(run.optimizer.param_groups, given, strict=True):
         # The command line's values win over the checkpoint's; each step sets the learning rate
         group.update(options)
