@@ -92,7 +92,7 @@ def test_the_report_of_a_real_run_has_every_section(run: Path) -> None:
         "Run", "Loss", "Tokens", "Predicted", "Memory", "Timeline", "MiB", "Parts", "Recipe"
     ]  # fmt: skip
     lines = {line["of one rank"]: line for line in found["Predicted and measured"]}
-    for name in ("at rest: all", "wire: all", "engine at its peak: all"):
+    for name in ("at rest", "sent in a step", "engine at its peak"):
         assert lines[name]["measured ÷ predicted"] == "1.000", (name, lines[name])
     losses: Any = found["Loss"]
     assert losses["data"][0]["y"] == pytest.approx([row["loss"] for row in rows(run)])

@@ -105,7 +105,7 @@ def test_a_plan_with_muon_has_its_states_bytes_and_seconds() -> None:
     assert ["busiest", "owner", "over", "the", "mean", "–", "1.06", "1.06", "1.06"] in [
         line[:9] for line in lines
     ]
-    assert ["to", "and", "from", "owners"] in [line[:4] for line in lines]
+    assert "owners" in [line[0] for line in lines if line]
 
 
 def test_a_plan_with_adafactor_counts_rows_and_columns() -> None:

@@ -115,20 +115,23 @@ def comparison(plan: Account, measured: Account) -> list[dict[str, str]]:
     with their fp32 copy and their gradient; the ledger counts only what is saved.
     """
     titles = "of one rank", "predicted", "measured", "measured ÷ predicted"
-    units = {name: unit for account in (plan, measured) for name, unit, _ in account.lines()}
-    told, seen = ({name: n for name, _, n in account.lines()} for account in (plan, measured))
+    told, seen = (
+        {(title, part, unit): n for title, part, unit, n in account.lines()}
+        for account in (plan, measured)
+    )
     rows = []
-    for name, unit in units.items():
-        a, b = told.get(name), seen.get(name)
-        ratio = f"{b / a:.3f}" if a and b is not None else "–"
+    for title, part, unit in told | seen:
+        a, b = (found.get((title, part, unit), 0) for found in (told, seen))
+        name, ratio = f"{title}: {part}" if part else title, f"{b / a:.3f}" if a and b else "–"
         values = name, _said(a, unit), _said(b, unit), ratio
-        rows.append(dict(zip(titles, values, strict=True)))
+        if a or b:
+            rows.append(dict(zip(titles, values, strict=True)))
     return rows
 
 
-def _said(value: float | None, unit: str) -> str:
+def _said(value: float, unit: str) -> str:
     """Format a figure of an account, of unit "bytes", "s", "1/s" or ""."""
-    if value is None:
+    if not value:
         return "–"
     if unit == "bytes":
         return readable(value)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from onefold.comm import STEP_MOVES
 from onefold.memory import (
     GATHERED,
     GRADIENTS,
@@ -23,6 +24,7 @@ from onefold.memory import (
     OWNED,
     PARAMETERS,
     REDUCTION,
+    STAGING,
 )
 from onefold.recipe.rows import OFF_DEVICE, Tier
 
@@ -39,6 +41,9 @@ CATEGORIES = (
 #: What the engine allocates and enters in its ledger. The optimizer holds the moments, autograd and
 #: the model the rest.
 ENGINE = (PARAMETERS, MASTERS, GRADIENTS, LEAVING, GATHERED, REDUCTION, IDLE, OWNED)
+#: The title of what `ENGINE` held at most.
+ENGINES_PEAK = "engine at its peak"
+_NO_BYTES = dict.fromkeys((*CATEGORIES, STAGING), 0)
 #: The moves between tiers: to the device and from it, from NVMe and to it.
 MOVED = ("up", "down", "read", "written")
 #: The parts of a step's seconds, and their sum. What overlaps counts once.
@@ -46,6 +51,7 @@ SECONDS = ("compute", "exposed communication", "optimizer", "io", "step")
 #: Of a mesh: what layers send along an axis, which nothing hides, and the pipeline.
 IN_LAYERS = {"tp": "tensor parallel", "cp": "context parallel", "ep": "expert parallel"}
 OF_AXES = (*IN_LAYERS.values(), "bubble", "pipeline sends")
+_AXES = {"data": "among holders (ZeRO)", **IN_LAYERS, "pp": "pipeline"}
 #: Seconds in which the host link, the disks and the update on the host are busy in a step.
 TIER_SECONDS = ("link", "disk", "host update")
 
@@ -114,17 +120,30 @@ class Account:
         """Return a plain dictionary: the arguments of an account."""
         return asdict(self)
 
-    def lines(self) -> Iterator[tuple[str, str, float]]:
-        """Yield (name, unit, value) of every figure."""
-        held = {"at rest": self.rest, "at peak": self.peak, "engine at its peak": self.ledger}
-        for title, table in {**held, **self.offloaded, "wire": self.wire}.items():
-            yield from ((f"{title}: {name}", "bytes", n) for name, n in table.items() if n)
-            if table:
-                yield f"{title}: all", "bytes", sum(table.values())
-        for title, table in (("moved", self.moved), ("link", self.links)):
-            yield from ((f"{title}: {name}", "bytes", n) for name, n in table.items())
-        yield from ((f"time: {name}", "s", n) for name, n in self.seconds.items())
-        if self.tokens_per_s:
-            yield "tokens/s", "1/s", self.tokens_per_s
-        if self.mfu is not None:
-            yield "MFU", "", self.mfu
+    def lines(self) -> Iterator[tuple[str, str, str, float]]:
+        """Yield (title, part, unit, value) of every figure that an account may have, in the order in
+        which tables list them. The whole comes first, with "" for its part. What it lacks is 0.
+        """
+        held = {"at rest": self.rest, "at peak": self.peak, ENGINES_PEAK: self.ledger}
+        for tier in OFF_DEVICE:
+            held[f"{tier.title}, at peak"] = self.offloaded.get(tier.value, {})
+        rows: dict[str, tuple[str, float, Mapping[str, float]]] = {
+            title: ("bytes", sum(table.values()), _NO_BYTES | dict(table))
+            for title, table in held.items()
+        }
+        rows["sent in a step"] = "bytes", sum(self.sent.values()) or self.wire_bytes, {
+            **dict.fromkeys(STEP_MOVES, 0), **self.wire,
+            **{words: self.sent.get(axis, 0) for axis, words in _AXES.items()},
+            "within a node": self.links.get("inside", 0),
+            "between nodes": self.links.get("between", 0),
+            "of a node, to others": self.sent_between,
+        }  # fmt: skip
+        moved = dict.fromkeys(MOVED, 0) | dict(self.moved)
+        rows["moved between tiers in a step"] = "bytes", sum(moved.values()), moved
+        seconds = dict.fromkeys((*SECONDS[:-1], *OF_AXES), 0.0) | dict(self.seconds)
+        busy = {f"busy: {name}": self.tiers.get(name, 0.0) for name in TIER_SECONDS}
+        rows["a step takes"] = "s", seconds.pop("step", 0.0), seconds | busy
+        rows |= {"tokens/s": ("1/s", self.tokens_per_s, {}), "MFU": ("", self.mfu or 0.0, {})}
+        for title, (unit, whole, parts) in rows.items():
+            yield title, "", unit, whole
+            yield from ((title, part, unit, value) for part, value in parts.items())

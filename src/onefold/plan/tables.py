@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from onefold.comm import OWNERS
-from onefold.memory import STAGING
 from onefold.plan.account import Candidate, in_a_line
 from onefold.plan.owned import Balance
-from onefold.plan.schema import CATEGORIES, MOVED, OF_AXES, SECONDS, TIER_SECONDS
+from onefold.plan.schema import ENGINES_PEAK
 from onefold.recipe.rows import Tier
 from onefold.wording import readable
 
@@ -55,6 +53,12 @@ def count(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.0f}"
+
+
+#: {unit of a figure of an account: how it is said}
+_SAID: dict[str, Callable[[float], str]] = {
+    "bytes": gib, "s": in_seconds, "1/s": count, "": lambda share: f"{share:.0%}" if share else NONE,
+}  # fmt: skip
 
 
 def show(plan: Plan, console: Console | None = None, explain: bool = False) -> None:
@@ -148,46 +152,18 @@ _BRIEF = (
 
 def _figures(c: Candidate, plan: Plan) -> Iterator[tuple[str, str]]:
     """Yield (name, figure in words) of a column, NONE for what it does not have."""
-    account, scheme = c.account, c.scheme
+    scheme = c.scheme
     yield "recompute", NONE if scheme.degrees.data_only else scheme.checkpointing
     yield "micro-batches", f"{c.accumulation:,}"
-    yield "at rest", gib(account.rest_bytes)
-    yield from ((f"  {name}", gib(account.rest.get(name, 0))) for name in CATEGORIES)
-    yield "at peak", gib(account.peak_bytes)
-    yield from ((f"  {name}", gib(account.peak.get(name, 0))) for name in CATEGORIES)
-    yield "driver and NCCL beside it", gib(c.reserve.nbytes)
-    for tier, nbytes in account.by_tier.items():
-        yield f"{tier.title}, at peak", gib(nbytes)
-        held = account.offloaded.get(tier.value, {})
-        yield from ((f"  {name}", gib(held.get(name, 0))) for name in (*CATEGORIES, STAGING))
+    for title, part, unit, value in c.account.lines():
+        if title != ENGINES_PEAK:
+            yield f"  {part}" if part else title, _SAID[unit](value)
+    yield "driver and NCCL beside the peak", gib(c.reserve.nbytes)
     yield "fits", _fit(c, plan)
-    yield "sent in a step", gib(sum(account.sent.values()) or account.wire_bytes)
-    yield from ((f"  {words}", gib(account.sent.get(axis, 0))) for axis, words in _AXES.items())
-    yield "  within a node", gib(account.links.get("inside", 0))
-    yield "  between nodes", gib(account.links.get("between", 0))
-    yield "  of a node, to others", gib(account.sent_between)
-    yield "  to and from owners", gib(account.wire.get(OWNERS, 0))
-    yield "moved between tiers in a step", gib(sum(account.moved.values()))
-    yield from ((f"  {move}", gib(account.moved.get(move, 0))) for move in MOVED)
     yield "busiest owner over the mean", balance_said(c.owners)
-    yield "a step takes", in_seconds(c.step)
-    for name in (*SECONDS[:-1], *OF_AXES):
-        yield f"  {name}", in_seconds(account.seconds.get(name, 0))
-    yield from ((f"  busy: {n}", in_seconds(account.tiers.get(n, 0))) for n in TIER_SECONDS)
-    yield "tokens/s", count(account.tokens_per_s)
-    yield "MFU", NONE if account.mfu is None else f"{account.mfu:.0%}"
     # Searched for the stages alone
     fitting = plan.largest_micro_batch.get(scheme.stage) if c in plan.stages else None
     yield "largest micro-batch", NONE if fitting is None else str(fitting)
-
-
-_AXES = {
-    "data": "among holders (ZeRO)",
-    "tp": "tensor parallel",
-    "cp": "context parallel",
-    "ep": "expert parallel",
-    "pp": "pipeline",
-}
 
 
 def _table(title: str, *columns: str) -> Table:
