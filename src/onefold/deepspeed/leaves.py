@@ -46,16 +46,8 @@ def _is_a(name: str, module: nn.Module, wanted: Any) -> bool:
     return wanted in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
 
 
-#: {key of `zero_optimization.leaf_module`: whether a module, and its name in `named_modules()`, fit}
-_FITS: dict[str, Callable[[str, nn.Module, Any], bool]] = {
-    "classes": _is_a,
-    "names": lambda name, module, wanted: bool(name == wanted),
-    "name_suffixes": lambda name, module, wanted: name.endswith(wanted),
-}
-
-
 def _mark(
-    kind: str,
+    fits: Callable[[str, nn.Module, Any], bool],
     model: nn.Module,
     names: Iterable[Any],
     flag: bool = True,
@@ -65,19 +57,19 @@ def _mark(
     of `names` that none fits.
 
     Args:
-        kind: what `names` are: a key of `_FITS`.
+        fits: whether a module, and its name in `named_modules()`, fit one of them.
 
     Raises:
         ValueError: with `raise_if_not_found`, no module is of the classes, or a name or a suffix fits
             none.
     """
     named = list(model.named_modules())
-    fitting = {one: [m for name, m in named if _FITS[kind](name, m, one)] for one in names}
+    fitting = {one: [m for name, m in named if fits(name, m, one)] for one in names}
     found = list(dict.fromkeys(itertools.chain.from_iterable(fitting.values())))
     missing = [one for one, modules in fitting.items() if not modules]
     for module in found:
         set_z3_leaf_module(module, flag)
-    if raise_if_not_found and missing and not (kind == "classes" and found):
+    if raise_if_not_found and missing and not (fits is _is_a and found):
         raise ValueError(
             f"leaf modules {missing!r}: the model has none such; give classes or names."
         )
@@ -92,14 +84,14 @@ def set_z3_leaf_modules(
     Raises:
         ValueError: there is none, and `raise_if_not_found`.
     """
-    return _mark("classes", model, leaf_module_classes, True, raise_if_not_found)[0]
+    return _mark(_is_a, model, leaf_module_classes, True, raise_if_not_found)[0]
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Remove the marks of `set_z3_leaf_modules`, likewise."""
-    return _mark("classes", model, leaf_module_classes, False, raise_if_not_found)[0]
+    return _mark(_is_a, model, leaf_module_classes, False, raise_if_not_found)[0]
 
 
 def set_z3_leaf_modules_by_name(
@@ -109,7 +101,9 @@ def set_z3_leaf_modules_by_name(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules of these names in `named_modules()`: see `_mark`."""
-    return _mark("names", model, module_names, flag, raise_if_not_found)
+    return _mark(
+        lambda name, _, wanted: name == wanted, model, module_names, flag, raise_if_not_found
+    )
 
 
 def set_z3_leaf_modules_by_suffix(
@@ -119,4 +113,10 @@ def set_z3_leaf_modules_by_suffix(
     raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
     """Mark the modules whose names end so: see `_mark`."""
-    return _mark("name_suffixes", model, module_name_suffixes, flag, raise_if_not_found)
+    return _mark(
+        lambda name, _, wanted: name.endswith(wanted),
+        model,
+        module_name_suffixes,
+        flag,
+        raise_if_not_found,
+    )

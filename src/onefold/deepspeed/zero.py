@@ -419,12 +419,9 @@ def partition(
 ) -> None:
     """Undo `all_gather`. With `has_been_updated` the changes of rank 0 are kept. Collective."""
     for one in param_list or [param]:
-        if (context := one.__dict__.get(_CALLED)) is None:
-            continue
-        if has_been_updated:
-            context.modifier_rank = 0
-        del one.__dict__[_CALLED]
-        context.__exit__(None, None, None)
+        if context := one.__dict__.pop(_CALLED, None):
+            context.modifier_rank = 0 if has_been_updated else None
+            context.__exit__(None, None, None)
 
 
 def _ordered(params: Any, writes: bool) -> list[nn.Parameter]:
