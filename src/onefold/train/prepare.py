@@ -36,7 +36,7 @@ from onefold.models.names import kind_of
 from onefold.models.parallel import AXES, DATA, parallelize
 from onefold.observe.trace import Recording
 from onefold.offload.nvme import TierError
-from onefold.plan.account import Candidate
+from onefold.plan.account import Candidate, in_a_line
 from onefold.plan.api import machine_here, planned
 from onefold.plan.modules import model_shape
 from onefold.plan.owned import stepped_whole
@@ -247,16 +247,11 @@ def _planned(
             " run out of memory"
         )
     why = "the lowest that fits" if config.stage == "auto" else "as asked"
-    why = why if chosen.fits else "which may run out of memory"
-    peak = f"its peak takes {readable(chosen.needed)} of {readable(chosen.usable)} a rank may use"
-    beyond = chosen.account.by_tier.items()
-    if parts := [f"{readable(size)} {tier.where}" for tier, size in beyond if size]:
-        peak += f", with {' and '.join(parts)}"
-    degrees = f" on {chosen.scheme.degrees}" if mesh else ""
+    why = why if chosen.fits else "it may run out of memory"
     return Choice(
         chosen.scheme.stage,
         chosen.scheme.micro_batch,
-        f"stage {chosen.scheme.stage}{degrees}, {why}: {peak}",
+        f"{in_a_line(chosen)}; {why}",
         {c.scheme.stage: c.needed for c in (*shown.values(), chosen)},
         chosen.usable,
         chosen,
