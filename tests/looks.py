@@ -246,10 +246,11 @@ def planned(
     shape = model_shape(module, recipe.units)
     units = units_of(shape, recipe, ranks, rank, per_node or None, native)
     program = Program(units, recipe, micro_batches, streams, native, optimizer)
-    away, at_most = offloaded_bytes(program)
+    at_most = offloaded_bytes(program)
+    passing = {name: at_most["host"].get(name, 0) for name in ("gradients", "staging buffers")}
     by_link = _by_link(program, per_node, rank)
-    rest = {"device": at_rest(units, optimizer), **away}
-    spare = sum(rest["host"].pop(name, 0) for name in SPARE)
+    host = {name: n for name, n in at_most["host"].items() if name not in passing}
+    rest = {**at_most, "device": at_rest(units, optimizer), "host": host}
     return Planned(
         {tier: held for tier, held in rest.items() if held},
         program.bytes_of("move"),
@@ -258,7 +259,7 @@ def planned(
         program.bytes_of("copy", "disk"),
         sum(program.peak.values()),
         sum(at_most["host"].values()),
-        spare,
+        sum(passing.values()) if streams else 0,
         program.ledger.now(),
     )
 

@@ -211,7 +211,7 @@ def account_of(question: Question, scheme: Scheme) -> Candidate:
         found.append((stage, program, kept, peak))
     slowest = max(found, key=lambda one: one[2].flops)
     stage, program, kept, peak = max(found, key=lambda one: sum(one[-1].values()))
-    owned, (_, held) = program.owned, offloaded_bytes(program)
+    owned, held = program.owned, offloaded_bytes(program)
     if kept.on_host:
         held[HOST][ACTIVATIONS] = kept.on_host
     seconds, busy = _seconds(question, scheme, *slowest[:3])

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from onefold.device.copies import HOST_COPIES, HOST_WINDOWS, WINDOW
 from onefold.layout import ShardSpec, round_up
-from onefold.memory import GRADIENTS, IDLE, MASTERS, MOMENTS, PARAMETERS, STAGING
+from onefold.memory import GRADIENTS, MASTERS, MOMENTS, PARAMETERS, STAGING
 from onefold.offload.step import AHEAD, WAITING
 from onefold.offload.transfers import BEHIND
 from onefold.plan.program import Program
@@ -29,34 +29,24 @@ from onefold.recipe.rows import OFF_DEVICE
 HOST = Tier.HOST.value
 _CATEGORIES = {"master": MASTERS, "parameter": PARAMETERS, "gradient": GRADIENTS}
 
-#: By tier ("host", "nvme", ...) and category.
-Held = dict[str, dict[str, int]]
 
-
-def offloaded_bytes(program: Program) -> tuple[Held, Held]:
-    """Return (bytes between steps, gradients dropped; bytes in a step, at most). Not counted: masters of
-    the host that it has cast for the device, usually those of one or two units.
+def offloaded_bytes(program: Program) -> dict[str, dict[str, int]]:
+    """Return the bytes in a step, at most, by tier ("host", "nvme", ...) and category. Between steps the
+    host holds the same without gradients and staging; if these are pinned, they are kept idle. Not
+    counted: masters of the host that it has cast for the device, usually those of one or two units.
     """
     flats = [f for u in program.rank for f in u.flats if f.tiers is not None]
-    rest = {tier.value: Counter[str]() for tier in OFF_DEVICE}
+    held = {tier.value: Counter[str]() for tier in OFF_DEVICE}
     for flat in flats:
         for tier, kind, nbytes in flat.offloaded:
-            rest[tier.value][_CATEGORIES[kind]] += nbytes
-        for where, nbytes in moments(flat, program.optimizer).items():
-            rest[where.value][MOMENTS] += nbytes * (program.owned is None)
-    trained, made = [f for f in flats if f.trainable and f.own], rest[HOST][MOMENTS]
-    rest[HOST][MOMENTS] += program.owned.host_states if program.owned else 0
-    passing = Counter(
-        {
-            GRADIENTS: _gradients(program, trained, made),
-            STAGING: _staging(program, flats, trained),
-        }
-    )
-    peak = rest | {HOST: rest[HOST] + passing}
-    if program.streams:  # pinned, and therefore kept
-        rest[HOST][IDLE] = passing[STAGING] + passing[GRADIENTS]
-    at_rest, at_most = ({tier: filled(by) for tier, by in held.items()} for held in (rest, peak))
-    return at_rest, at_most
+            held[tier.value][_CATEGORIES[kind]] += nbytes
+        for tier, nbytes in moments(flat, program.optimizer).items():
+            held[tier.value][MOMENTS] += nbytes * (program.owned is None)
+    trained, host = [f for f in flats if f.trainable and f.own], held[HOST]
+    host[GRADIENTS] = _gradients(program, trained, host[MOMENTS])
+    host[STAGING] = _staging(program, flats, trained)
+    host[MOMENTS] += program.owned.host_states if program.owned else 0
+    return {tier: filled(by) for tier, by in held.items()}
 
 
 # -- in a step -------------------------------------------------------------------------------------
