@@ -541,7 +541,7 @@ def test_gradients_masters_and_states_are_those_of_one_process(
 
 
 @on_ranks(2)
-def test_leaf_modules_are_not_needed_where_each_rank_uses_another_part() -> None:
+def test_a_configuration_may_name_leaf_modules_of_which_each_rank_uses_another_part() -> None:
     class OneOf(nn.ModuleList):
         def forward(self, x: Tensor) -> Tensor:
             return torch.tanh(self[dist.get_rank()](x))
@@ -550,11 +550,11 @@ def test_leaf_modules_are_not_needed_where_each_rank_uses_another_part() -> None
         layers = [OneOf(nn.Linear(7, 7) for _ in range(2)) for _ in range(2)]
         return nn.Sequential(*layers, nn.Linear(7, 3))
 
-    leaf = {"classes": ["OneOf"]}
+    leaf = {"classes": ["OneOf"], "names": ["2", "tail"]}
     with warnings_of() as said:
         engine, plain = made(3, built(experts), {"leaf_module": leaf}), Plain(built(experts))
-    noted = any("zero_optimization.leaf_module" in line for line in said)
-    assert noted == (dist.get_rank() == 0), said
+    assert any("leaf_module.names fits no module: ['tail']" in line for line in said)
+    assert all(served().utils.z3_leaf_parameter(p) for p in engine.module.parameters())
     train(engine, range(2))
     plain.train(2)
     assert apart(masters(engine), plain.weights()) < 1e-5

@@ -356,12 +356,21 @@ class DeepSpeedConfig:
 
     def cast_buffers(self, model: nn.Module) -> None:
         """Cast floating-point buffers, in place, to `data_types.buffer_dtype`, but for those that
-        stay in fp32: what `keep_in_fp32_modules` names. `*` stands for any text, and a name may stand
-        anywhere in the full one.
+        stay in fp32: what `keep_in_fp32_modules` names, else what transformers' models list. `*`
+        stands for any text, and a name may stand anywhere in the full one.
         """
-        said = self.root.data_types
+        said, kept = self.root.data_types, list[str]()
         wanted = said.buffer_dtype and _dtype("data_types.buffer_dtype", said.buffer_dtype)
-        kept = [name.replace("*", ".*") for name in said.keep_in_fp32_modules or ()]
+        if said.keep_in_fp32_modules is not None:
+            kept = [name.replace("*", ".*") for name in said.keep_in_fp32_modules]
+        elif self.precision is not None:
+            lists = ["_keep_in_fp32_modules_strict"]
+            lists += ["_keep_in_fp32_modules"] if self.precision == "fp16" else []
+            for path, part in model.named_modules():
+                begin = f"^{re.escape(path)}\\..*" if path else ""
+                kept += [
+                    f"{begin}{name}" for each in lists for name in getattr(part, each, None) or ()
+                ]
         for name, buffer in model.named_buffers():
             dtype = torch.float32 if any(re.search(k, name) for k in kept) else wanted
             if dtype and buffer.is_floating_point() and buffer.element_size() > 1:  # no 8 bits

@@ -33,10 +33,18 @@ from torch import nn
 from onefold.deepspeed.schema import FP16
 from onefold.optim.clip import in_memory
 
+__all__ = [
+    "PARAM_COMM_DTYPE_ATTR_NAME",
+    "get_comm_dtype",
+    "get_default_autocast_lower_precision_modules",
+    "has_comm_dtype",
+]
 logger = logging.getLogger("onefold")
 
 #: The classes whose gradients travel in the autocast's dtype, if the file names none.
 SAFE_MODULES: tuple[type[nn.Module], ...] = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+#: The attribute of a parameter that tells readers in which dtype its gradient travels.
+PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
 
 
 def mark_for_the_wire(
@@ -59,8 +67,9 @@ def mark_for_the_wire(
     for parameter in model.parameters():
         marks, wanted = parameter.__dict__, dtype if id(parameter) in lower else None
         differ |= marks.pop("_onefold_wire", None) != wanted
+        marks.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
         if wanted is not None:
-            marks["_onefold_wire"] = wanted
+            marks[PARAM_COMM_DTYPE_ATTR_NAME] = marks["_onefold_wire"] = wanted
     return differ
 
 
@@ -207,3 +216,23 @@ def scale_gradients(module: nn.Module, factor: float) -> None:
             torch._foreach_mul_(gradients, factor)
         for storage in on_disk:
             storage.scale_gradients(torch.tensor(factor, device="cpu"))
+
+
+# -- names under `deepspeed.runtime.torch_autocast` ------------------------------------------------
+
+
+def has_comm_dtype(param: nn.Parameter) -> bool:
+    """Whether the gradient of a parameter travels in the dtype of an autocast."""
+    return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
+
+
+def get_comm_dtype(param: nn.Parameter) -> torch.dtype:
+    """Return the dtype in which the gradient of a parameter travels, if no key of the configuration
+    says otherwise.
+    """
+    found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
+    return found
+
+
+def get_default_autocast_lower_precision_modules() -> list[str]:
+    return [f"{kind.__module__}.{kind.__name__}" for kind in SAFE_MODULES]

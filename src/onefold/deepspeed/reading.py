@@ -28,7 +28,7 @@ from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
 
 from onefold.deepspeed.schema import Inert, Later, Params, Root, Section
-from onefold.reading import parse_json, short
+from onefold.reading import parse_json
 
 __all__ = ["DeepSpeedConfigError"]
 
@@ -70,7 +70,9 @@ class Read:
         for outcome in self.outcomes:
             if outcome.outcome == "refused":
                 error = NotImplementedError if outcome.later else DeepSpeedConfigError
-                raise error(f"{outcome.path}={short(outcome.value)}: {outcome.why}")
+                value = repr(outcome.value)
+                value = value if len(value) <= 80 else f"{value[:77]}..."
+                raise error(f"{outcome.path}={value}: {outcome.why}")
 
 
 def load(config: Any) -> dict[str, Any]:

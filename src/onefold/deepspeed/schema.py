@@ -113,20 +113,34 @@ class OffloadDeviceEnum(StrEnum):
 
 
 class DeepSpeedZeroOffloadParamConfig(Section):
-    unread = {NVME: "buffer_count buffer_size max_in_cpu", PINNED: "pin_memory"}
     device: Annotated[OffloadDeviceEnum, _lower] = OffloadDeviceEnum.none
     nvme_path: str | None = None
+    buffer_count: Annotated[Natural, NVME] = 5
+    buffer_size: Annotated[Size, NVME] = 1e8
+    max_in_cpu: Annotated[Size, NVME] = 1e9
+    pin_memory: Annotated[bool, PINNED] = True
 
 
 class DeepSpeedZeroOffloadOptimizerConfig(Section):
-    unread = {
-        NVME: "fast_init buffer_count pipeline_read pipeline_write",
-        HOST: "super_offload cpuadam_cores_perc",
-        PINNED: "pin_memory",
-    }
+    unread = {NVME: "fast_init", HOST: "super_offload cpuadam_cores_perc"}
     device: Annotated[OffloadDeviceEnum, _lower] = OffloadDeviceEnum.none
     nvme_path: str | None = None
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
+    buffer_count: Annotated[Natural, NVME] = 4
+    pin_memory: Annotated[bool, PINNED] = True
+    pipeline_read: Annotated[bool, NVME] = False
+    pipeline_write: Annotated[bool, NVME] = False
+
+
+class LeafModules(Section):
+    """Modules to mark as leaves: by class, by name, by the end of the name."""
+
+    classes: list[str] = [
+        f"transformers.models.{family}.modeling_{family}.{kind}SparseMoeBlock"
+        for family, kind in (("mixtral", "Mixtral"), ("qwen2_moe", "Qwen2Moe"), ("qwen3_moe", "Qwen3Moe"))
+    ]  # fmt: skip
+    names: list[str] = []
+    name_suffixes: list[str] = []
 
 
 class DeepSpeedZeroConfig(Section):
@@ -141,11 +155,9 @@ class DeepSpeedZeroConfig(Section):
     unread = {
         FLAT: "contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce parameter_alignment"
         " stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential",
-        BLOCK: "leaf_module reduce_bucket_size allgather_bucket_size stage3_module_granularity_threshold module_granularity_threshold"
-        " stage3_model_persistence_threshold model_persistence_threshold"
-        " stage3_param_persistence_threshold param_persistence_threshold",
-        TRACE: "stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance"
-        " stage3_log_trace_cache_warnings log_trace_cache_warnings",
+        BLOCK: "reduce_bucket_size allgather_bucket_size stage3_module_granularity_threshold module_granularity_threshold"
+        " stage3_model_persistence_threshold model_persistence_threshold",
+        TRACE: "stage3_log_trace_cache_warnings log_trace_cache_warnings",
         SAVES: "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
         HOST: "round_robin_gradients",
         PINNED: "cpu_offload_use_pin_memory",
@@ -169,9 +181,13 @@ class DeepSpeedZeroConfig(Section):
     zero_quantized_weights: bool = False
     zero_quantized_nontrainable_weights: bool = False
     zero_quantized_gradients: bool = False
+    leaf_module: LeafModules = LeafModules()
     gather_16bit_weights_on_model_save: bool | None = _either(
         None, *(f"{stage3}gather_{dtype}_weights_on_model_save" for dtype in ("16bit", "fp16") for stage3 in ("stage3_", ""))
     )  # fmt: skip
+    param_persistence_threshold: Annotated[Size, BLOCK] = 1e5
+    max_live_parameters: Annotated[Size, TRACE] = 1e9
+    max_reuse_distance: Annotated[Size, TRACE] = 1e9
 
     @model_validator(mode="before")
     @classmethod

@@ -32,8 +32,8 @@ _BEFORE = ("transformers", "accelerate")
 SERVED: Mapping[str, str] = {
     "utilities": (
         "deepspeed deepspeed.accelerator deepspeed.accelerator.real_accelerator deepspeed.checkpoint.utils "
-        "deepspeed.comm deepspeed.comm.comm deepspeed.launcher.runner "
-        "deepspeed.runtime.dataloader deepspeed.runtime.utils "
+        "deepspeed.comm deepspeed.comm.comm deepspeed.launcher.runner deepspeed.ops deepspeed.ops.aio "
+        "deepspeed.ops.op_builder deepspeed.runtime.dataloader deepspeed.runtime.utils "
         "deepspeed.runtime.zero.partition_parameters deepspeed.runtime.zero.utils deepspeed.utils "
         "deepspeed.utils.init_on_device deepspeed.utils.logging deepspeed.utils.nvtx"
     ),
@@ -49,6 +49,7 @@ SERVED: Mapping[str, str] = {
         "deepspeed.runtime.fp16.fused_optimizer deepspeed.runtime.fp16.unfused_optimizer "
         "deepspeed.runtime.zero.stage3 deepspeed.runtime.zero.stage_1_and_2"
     ),
+    "precision": "deepspeed.runtime.torch_autocast",
     "reading": "deepspeed deepspeed.runtime.config",
     "schedules": "deepspeed.runtime.lr_schedules",
     "schema": "deepspeed.runtime.zero.config deepspeed.runtime.zero.offload_config",
@@ -102,7 +103,7 @@ REFUSED: Mapping[str, str] = {
     ),
     "use peft's adapters; Recipe.zero(frozen=...) stores frozen weights encoded": "linear",
     "Onefold has no compiled operators; the optimizers on the host are torch's own": (
-        "ops.aio ops.lamb ops.op_builder ops.sparse_attention ops.transformer"
+        "ops.aio.aio_handle ops.lamb ops.sparse_attention ops.transformer"
     ),
     "it is inside DeepSpeed's engine; Onefold's has no such part": (
         "runtime.fp16.loss_scaler runtime.fp16.onebit"

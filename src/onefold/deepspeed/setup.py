@@ -23,7 +23,6 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -32,6 +31,7 @@ from torch import nn
 import onefold
 from onefold.deepspeed.checkpoints import whole_in
 from onefold.deepspeed.engine import DeepSpeedEngine
+from onefold.deepspeed.leaves import mark_configured
 from onefold.deepspeed.meaning import BATCH, DeepSpeedConfig, refuse_auto, world_size_of
 from onefold.deepspeed.named import make_muon
 from onefold.deepspeed.optimizers import count_as
@@ -39,7 +39,7 @@ from onefold.deepspeed.precision import mark_for_the_wire
 from onefold.deepspeed.reading import DeepSpeedConfigError, is_unset, load
 from onefold.deepspeed.serving import serving
 from onefold.deepspeed.utilities import get_local_rank, join
-from onefold.deepspeed.zero import mark
+from onefold.deepspeed.zero import ParameterOffload, mark
 from onefold.device import available, default_device, of_local_rank, set_default
 from onefold.hosts import stream_to_vllm
 from onefold.layout import LOW
@@ -229,16 +229,10 @@ def _meet_hosts(engine: DeepSpeedEngine, configured: bool) -> None:
         _give_whole_state_dicts(engine)
     else:
         mark(model, settings.enable_sanity_checks)
+        mark_configured(model, settings.leaf_module, optimizer)
         if optimizer is not None:
-            # TRL removes DeepSpeed's hooks before it generates, and registers them again. Here a
-            # gathered model communicates nothing, so there are none
-            optimizer.parameter_offload = SimpleNamespace(
-                module=weakref.proxy(model),
-                forward_hooks=[],
-                backward_hooks=[],
-                _register_deepspeed_module=lambda module: None,
-            )
-            optimizer.empty_partition_cache = lambda: None
+            optimizer.parameter_offload = offload = ParameterOffload(model)
+            optimizer.empty_partition_cache = offload.empty_partition_cache
     _leave_writing_to_first(engine)
     # At each checkpoint Lightning's DeepSpeedStrategy asks for the states of model and optimizer and
     # discards them, because the engine writes them: they are not gathered for it

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import cache
@@ -29,11 +30,25 @@ from onefold.device import (
 )
 from onefold.memory import free_host_memory, total_host_memory
 
+#: {DeepSpeed's operator: its name, where what it is for is served}, and others
+_OPERATORS = {
+    "AsyncIO": "async_io",
+    "CPUAdagrad": "cpu_adagrad",
+    "CPUAdam": "cpu_adam",
+    "CPULion": "cpu_lion",
+    "FusedAdam": "fused_adam",
+    "FusedLion": "fused_lion",
+}
+_OTHERS = (
+    "EvoformerAttn", "FPQuantizer", "FusedLamb", "GDS", "Inference", "Quantizer", "RandomLTD", "SpatialInference",
+    "StochasticTransformer", "Transformer",
+)  # fmt: skip
 __all__ = [
     "DEEPSPEED_ENVIRONMENT_NAME",
     "OnDevice",
     "RepeatingLoader",
     "ZeRORuntimeException",
+    "__compatible_ops__",
     "__git_branch__",
     "__git_hash__",
     "__version__",
@@ -58,6 +73,7 @@ __all__ = [
     "logger",
     "move_to_device",
     "see_memory_usage",
+    *(f"{name}Builder" for name in (*_OPERATORS, *_OTHERS)),
 ]
 __git_branch__ = __git_hash__ = "onefold"
 __version_major__, __version_minor__, __version_patch__ = 0, 19, 8
@@ -79,6 +95,7 @@ class Accelerator:
     def __getattr__(self, name: str) -> Any:
         if (method := _METHODS.get(name)) is not None:
             return method
+        name = _FORMER.get(name, name)
         if name in torch.random.__all__:
             return getattr(torch.random, name)
         if name in (*torch.accelerator.memory.__all__, "synchronize"):
@@ -132,6 +149,13 @@ _METHODS: Mapping[str, Callable[..., Any]] = {
     "manual_seed_all": torch.manual_seed,
     "get_rng_state": lambda device_index=None: _module().get_rng_state(),
     "set_rng_state": lambda new_state, device_index=None: _module().set_rng_state(new_state),
+}
+#: {former name of one of torch.accelerator's functions: its name}
+_FORMER = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
 }
 
 
@@ -301,3 +325,33 @@ def join(required: bool | None, port: int = 29500) -> None:
         raise ValueError(
             "dist_init_required=True, but RANK and WORLD_SIZE are not set: start with torchrun."
         )
+
+
+# -- compiled operators --------------------------------------------------------------------------
+
+#: {DeepSpeed's name of an operator: whether what it is for is served}; false for any other name.
+__compatible_ops__: Any = defaultdict(bool, dict.fromkeys(_OPERATORS.values(), True))
+
+
+class _Builder:
+    """Answers whether what an operator of DeepSpeed's is for can be used: the optimizers of its name
+    are served by torch's, and state on NVMe by Onefold's own reads and writes.
+    """
+
+    NAME = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return bool(__compatible_ops__[self.NAME])
+
+    def load(self, verbose: bool = False) -> Any:
+        """Raise NotImplementedError: there is no compiled operator."""
+        raise NotImplementedError(
+            f"{type(self).__name__}.load(): Onefold has no compiled operators. The optimizers of"
+            " deepspeed.ops are torch's own, and state on NVMe needs none: leave the call out."
+        )
+
+
+def __getattr__(name: str) -> type[_Builder]:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return type(name, (_Builder,), {"NAME": _OPERATORS.get(name.removesuffix("Builder"), name)})

@@ -35,6 +35,8 @@ these attributes. On one rank nothing is divided. The status is NOT_AVAILABLE ou
 from __future__ import annotations
 
 import contextlib
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -46,6 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 
 from onefold.deepspeed import divided
 from onefold.deepspeed.access import VALUES, overwrite, piece
@@ -270,6 +273,12 @@ class Inside:
     kept: Tensor | None = None
     version: int = 0
 
+    def unchanged(self, param: nn.Parameter) -> bool:
+        """Whether `local` is still this rank's part of a parameter without an engine."""
+        if self.local is None or self.kept is not None:
+            return False
+        return (self.local.dtype, self.shape) == (param.dtype, param.shape)
+
 
 class GatheredParameters:
     """Make parameters whole on every rank inside the context. Collective.
@@ -392,9 +401,7 @@ class GatheredParameters:
                 elif not self._entered:  # alone: other ranks may still be gathering
                     if divided.can_divide(param):
                         divided.hide(param, divided.interval(param))
-                elif (
-                    inside.local is not None and inside.shape == param.shape and inside.kept is None
-                ):
+                elif inside.unchanged(param):
                     divided.hide(param, inside.local)
                 else:  # also if it was given another shape everywhere
                     divided.divide(param, source)
@@ -547,6 +554,31 @@ def mark(model: nn.Module, checked: bool) -> None:
     give_facts((entry.param for entry in engine_of(model).entries), checked)
     for module in model.modules():
         module.__dict__["ds_external_parameters"] = tuple  # a call returns none
+        module.__dict__["_external_params"] = {}
+
+
+class ParameterOffload:
+    """The object that callers find as `optimizer.parameter_offload`. TRL removes DeepSpeed's hooks from
+    the model before it generates inside `GatheredParameters`, and registers them again afterwards.
+    Here a gathered model communicates nothing, so no hook has to be removed.
+
+    Attributes:
+        forward_hooks, backward_hooks: handles of hooks that TRL removes: one that does nothing.
+    """
+
+    forward_hooks: list[Any]
+    backward_hooks: list[Any]
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = weakref.proxy(module)
+        self._register_deepspeed_module()
+
+    def empty_partition_cache(self) -> None:
+        """Do nothing: gathered weights are released after each use."""
+
+    def _register_deepspeed_module(self, *_: Any) -> None:
+        self.forward_hooks = [RemovableHandle(OrderedDict())]
+        self.backward_hooks = [RemovableHandle(OrderedDict())]
 
 
 @contextlib.contextmanager
@@ -554,5 +586,11 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """Gather all parameters of an engine's model, in the compute dtype, so that `generate` inside
     sends nothing. Yields the engine. Collective; changes of the values are dropped.
     """
+    offload = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
+    offload = offload or ParameterOffload(model)
     with GatheredParameters(model.parameters()):
-        yield model
+        offload.forward_hooks = offload.backward_hooks = []
+        try:
+            yield model
+        finally:
+            offload._register_deepspeed_module()
