@@ -164,7 +164,9 @@ def main(args: harness.Options) -> int:
         begun = time.perf_counter()
         ways[name]()
         seconds[name].append(time.perf_counter() - begun)
-    cached = probes.cached_bytes(file.path for file in stored.store.files)
+    cached = probes.cached_bytes(
+        Path(f"/proc/self/fd/{file.file.fileno()}") for file in stored.store.files
+    )
     stored.store.close()
     rows = [
         {"way": name, "mb_s": moved / median(own) / 1e6, "seconds": own}

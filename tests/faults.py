@@ -510,16 +510,6 @@ FAULTS = [
     ),
     Fault(
         "stores",
-        "a file that another thread extends is taken for one cut short",
-        "offload/nvme.py",
-        "        if size < used:",
-        "        if size < self.size:",
-        [
-            "tests/stores/test_nvme.py::test_a_file_that_grows_while_it_is_looked_at_is_not_taken_for_one_cut_short"
-        ],
-    ),
-    Fault(
-        "stores",
         "a buffer is given away while a view still reads it",
         "memory.py",
         "        unread = owners_of(buffer) <= 1",
@@ -611,14 +601,6 @@ FAULTS = [
         "offload/nvme.py",
         "if other_lo < lo + nbytes and lo < other_hi and WRITE in (op, other_op):",
         "if False:",
-        ["tests/stores/test_nvme.py"],
-    ),
-    Fault(
-        "stores",
-        "folders that others have made are removed from a disk",
-        "offload/nvme.py",
-        "if MARK in said:",
-        "if True:",
         ["tests/stores/test_nvme.py"],
     ),
     Fault(

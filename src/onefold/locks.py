@@ -5,7 +5,6 @@
 | `owner` of an unfinished folder   | the process that writes the folder                                   |
 | `.lock` of a run's checkpoints    | the first rank of the run                                            |
 | `run.lock` of an output folder    | the command that starts the ranks; under torchrun, the first rank    |
-| `lock` of a folder on NVMe        | the rank whose state is in it                                        |
 
 This module does not import torch.
 """

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import itertools
 import logging
 import os
-import secrets
 import shutil
 import subprocess
 import sys
@@ -34,7 +34,7 @@ import onefold
 from examples import examples
 from on_ranks import on_ranks
 from onefold.memory import TierError, empty, failure
-from onefold.offload.nvme import DATA, LOCK, MARK, PAGE, Nvme, reclaim, refuse_unless_fits
+from onefold.offload.nvme import PAGE, Nvme, refuse_unless_fits
 from zoo import TinyGPT, tokens_of
 
 MIB = 1 << 20
@@ -86,8 +86,8 @@ def numbered(numel: int = 16 * PAGE, dtype: torch.dtype = torch.uint8) -> Tensor
     return on_pages(torch.arange(numel).remainder(251).to(dtype))
 
 
-def data_files(store: Nvme) -> list[Path]:
-    return [file.path for file in store.files]
+def data_files(store: Nvme) -> list[os.stat_result]:
+    return [os.fstat(file.file.fileno()) for file in store.files]
 
 
 # -- what is written is read -----------------------------------------------------------------------
@@ -134,8 +134,8 @@ def test_what_is_written_is_read_in_any_pieces_also_where_transfers_are_short(
                     region.read(a, into).wait()
                     assert torch.equal(into, expected[a:b]), f"{region.name} from element {a} on"
             total = sum(-(-region.nbytes // PAGE) * PAGE for region in regions)
-            assert sum(file.stat().st_size for file in data_files(store)) == total
-            assert sum(file.stat().st_blocks for file in data_files(store)) * 512 >= total, (
+            assert sum(file.st_size for file in data_files(store)) == total
+            assert sum(file.st_blocks for file in data_files(store)) * 512 >= total, (
                 "the files have holes: a full disk would show in the middle of a step"
             )
         assert not os.listdir(parent)
@@ -246,7 +246,7 @@ def test_an_error_says_which_file_and_region_and_what_to_do_on_every_wait(
     for _ in range(2):
         with pytest.raises(TierError) as caught:
             transfer.wait()
-    words = [str(data_files(store)[0]), "'moments'", "Input/output error", "name another disk"]
+    words = [str(store.files[0].folder), "'moments'", "Input/output error", "name another disk"]
     assert all(word in str(caught.value) for word in words) and transfer.done()
     found = blank(16 * PAGE)
     other.read(0, found).wait()
@@ -257,43 +257,18 @@ def test_an_error_says_which_file_and_region_and_what_to_do_on_every_wait(
 def test_a_transfer_that_ends_early_is_an_error_and_no_endless_loop(
     store: Nvme, op: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is missing of a file that somebody cut short would read as zeros."""
     region = store.region("cut", 16 * PAGE, torch.uint8)
     with monkeypatch.context() as patch:
         disk_that(patch, lambda nbytes: 100)
-        with pytest.raises(TierError, match=r"'cut' at .* ended after 0, .* Name another disk"):
+        with pytest.raises(TierError, match=r"'cut' in .* ended after 0, .* Name another disk"):
             getattr(region, op)(0, numbered()).wait()
-    [file] = data_files(store)
-    for size in (5 * PAGE + 100, 0):
-        os.truncate(file, size)
-        with pytest.raises(TierError, match=rf"was cut short to {size:,} bytes by somebody else"):
-            getattr(region, op)(0, numbered()).wait()
-        assert file.stat().st_size == size
-
-
-def test_a_file_that_grows_while_it_is_looked_at_is_not_taken_for_one_cut_short(
-    store: Nvme, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A step may make the states of one parameter while those of another are written."""
-    region, seen = store.region("first", 16 * PAGE, torch.uint8), os.fstat
-
-    def grows(file: int) -> os.stat_result:
-        found = seen(file)
-        monkeypatch.setattr(os, "fstat", seen)
-        store.region("second", 16 * PAGE, torch.uint8)
-        return found
-
-    monkeypatch.setattr(os, "fstat", grows)
-    region.write(0, numbered()).wait()
 
 
 @pytest.mark.parametrize("op", ["read", "write"])
 def test_a_disk_without_direct_transfers_still_serves_and_is_mentioned_once(
     store: Nvme, op: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    try:
-        os.close(os.open(data_files(store)[0], os.O_RDWR | os.O_DIRECT))
-    except OSError:
+    if not fcntl.fcntl(store.files[0].file, fcntl.F_GETFL) & os.O_DIRECT:
         pytest.skip("this file system takes no direct transfers")
     region, found = store.region("odd", MIB, torch.uint8), blank(MIB)
     disk_that(monkeypatch, once(broken(errno.EINVAL)), op)
@@ -309,7 +284,7 @@ def test_a_full_disk_shows_when_space_is_asked_for_and_all_of_it_is_given_back(
     store: Nvme, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, begin: int, nbytes: int) -> None:
-        os.ftruncate(file, begin + nbytes)
+        os.truncate(file, begin + nbytes)
         raise broken(errno.ENOSPC)
 
     store.region("fits", 4 * PAGE, torch.uint8)
@@ -317,7 +292,7 @@ def test_a_full_disk_shows_when_space_is_asked_for_and_all_of_it_is_given_back(
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(TierError, match=r"'does not' in .* No space left on device; name"):
             store.region("does not", 4 * PAGE, torch.uint8)
-    assert sum(file.stat().st_size for file in data_files(store)) == 4 * PAGE
+    assert sum(file.st_size for file in data_files(store)) == 4 * PAGE
     region, found = store.region("fits too", 4 * PAGE, torch.uint8), blank(4 * PAGE)
     region.write(0, numbered(4 * PAGE)).wait()
     region.read(0, found).wait()
@@ -329,9 +304,7 @@ def test_a_full_disk_shows_when_space_is_asked_for_and_all_of_it_is_given_back(
 
 def test_what_does_not_fit_or_has_no_folder_is_refused(tmp_path: Path) -> None:
     free, missing = shutil.disk_usage(tmp_path).free, tmp_path / "missing"
-    dead = left_behind(tmp_path)
     refuse_unless_fits([tmp_path], free // 2, "the states")
-    assert not dead.exists(), "what the dead have left does not count as full"
     with pytest.raises(
         TierError, match=rf"the states: {4 * free:,} bytes are needed at {tmp_path}"
     ):
@@ -342,7 +315,7 @@ def test_what_does_not_fit_or_has_no_folder_is_refused(tmp_path: Path) -> None:
         Nvme([missing], name="refused")
 
 
-# -- folders of runs -------------------------------------------------------------------------------
+# -- what is left of runs -----------------------------------------------------------------------------
 
 #: Opens a store on sys.argv[1], says so and does what the last line says.
 OPEN = """
@@ -371,53 +344,38 @@ def started(path: Path, then: str) -> subprocess.Popen[str]:
     return process
 
 
-def left_behind(parent: Path, mark: str = f"process 4711 on node{MARK}\n") -> Path:
-    """A folder as a killed process leaves it."""
-    folder = parent / f"onefold-dead-4711-{secrets.token_hex(4)}"
-    folder.mkdir()
-    (folder / LOCK).write_text(mark)
-    (folder / DATA).write_bytes(bytes(PAGE))
-    return folder
-
-
-def test_after_a_kill_or_an_error_the_next_start_removes_what_was_left_and_only_that(
+def test_nothing_is_left_of_a_process_however_it_ends(
     tmp_path: Path,
 ) -> None:
-    killed, living, raises = (
+    killed, raises = (
         started(tmp_path, then)
-        for then in ("time.sleep(600)", "sys.stdin.read()", "raise ValueError('of the program')")
+        for then in ("time.sleep(600)", "raise ValueError('of the program')")
     )
     try:
+        assert not any(tmp_path.iterdir()), "also while they run"
         _, errors = raises.communicate(timeout=300)
         assert raises.returncode == 1 and "Exception ignored" not in errors, errors
         killed.kill()
         killed.communicate(timeout=300)
-        assert len(os.listdir(tmp_path)) == 2, "a killed process leaves its folder"
-        with closing(Nvme([tmp_path], name="next")):
-            left = {path.name.split("-")[2] for path in tmp_path.iterdir()}
-            assert left == {str(os.getpid()), str(living.pid)}
-        _, errors = living.communicate("go on", timeout=300)
-        assert living.returncode == 0 and not any(tmp_path.iterdir()), errors
+        assert not any(tmp_path.iterdir())
     finally:
-        for process in (killed, living, raises):
+        for process in (killed, raises):
             process.kill()
             process.communicate()
 
 
-def test_nothing_is_removed_that_is_not_ours_or_is_being_made(tmp_path: Path) -> None:
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    other_mark = left_behind(tmp_path, mark="somebody else's lock")
-    no_lock, unmarked = left_behind(tmp_path), left_behind(tmp_path, mark="")
-    (no_lock / LOCK).unlink()
-    other_name = left_behind(tmp_path).rename(tmp_path / "onefold-checkpoints")
-    link = tmp_path / "onefold-link-1-00000000"
-    link.symlink_to(left_behind(elsewhere), target_is_directory=True)
-    with_more = left_behind(tmp_path)
-    (with_more / "thesis.txt").write_text("the only copy")
-    reclaim(tmp_path)
-    for path in (other_mark, no_lock, unmarked, other_name, link):
-        assert (path / DATA).exists(), path
-    assert (with_more / "thesis.txt").read_text() == "the only copy"
+def test_a_forked_child_keeps_no_space_and_uses_no_store_of_its_parent(store: Nvme) -> None:
+    region = store.region("of the parent", PAGE, torch.uint8)
+    if (child := os.fork()) == 0:
+        try:
+            with pytest.raises(TierError, match="belongs to process"):
+                region.read(0, blank(PAGE))
+            store.close()
+            os._exit(0 if all(file.file.closed for file in store.files) else 1)
+        except BaseException:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    region.write(0, numbered(PAGE)).wait()
 
 
 # -- on ranks --------------------------------------------------------------------------------------
@@ -446,7 +404,7 @@ class Run:
 
             def move(doing: str, what: str, *rest: Any, file: Any = file) -> None:
                 if doing == op and kind in what:
-                    raise failure("moving bytes of", file.path, broken(code))
+                    raise failure("moving bytes of", file.folder, broken(code))
                 type(file).move(file, doing, what, *rest)
 
             file.move = move

@@ -7,18 +7,8 @@
     under_way.wait()
     store.close()                                                       # nothing is left on the disks
 
-The data is for this run only. It is never flushed, and it does not outlive the process:
-
-    /nvme/onefold-rank0-4711-9f3c21aa/lock     held while the process lives, however it ends (onefold/locks.py)
-    /nvme/onefold-rank0-4711-9f3c21aa/data     the bytes
-
-    being made    mkdir, `lock` made, locked and marked, `data` made
-    in use        `lock` is held
-    closed        data, lock and folder removed, in this order
-    left behind   by a process that was killed: `lock` can be taken. The next start on the same path takes it, then removes the three
-
-A folder without the mark in `lock` may be one that is being made, so it is left alone. Only folders
-with our name, lock and mark are removed, and in them only the files that we make.
+The data is for this run only. It is never flushed. Its files have no name, so nobody else can change
+them, and the system frees their space when the process ends, however it ends.
 """
 
 from __future__ import annotations
@@ -26,12 +16,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import fcntl
 import logging
 import os
-import re
-import secrets
 import shutil
 import sys
+import tempfile
 import threading
 import weakref
 from collections import defaultdict
@@ -43,18 +33,13 @@ from typing import Any
 
 import torch
 
-from onefold.locks import Lock
 from onefold.memory import TierError, failure
 
 #: Bytes. Offsets, addresses and lengths of direct transfers are multiples of it.
 PAGE = 4096
 #: Bytes of one system call at most.
 BLOCK = 8 << 20
-LOCK, DATA = "lock", "data"
-MARK = ", for state on NVMe"
 READ, WRITE = "read", "write"
-_OURS = re.compile(r"^onefold-[A-Za-z0-9._-]+-\d+-[0-9a-f]{8}$")
-_CANNOT = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 _substitute: ContextVar[Callable[[], Any] | None] = ContextVar("what makes stores", default=None)
 
@@ -76,59 +61,40 @@ def substitute() -> Callable[[], Any] | None:
     return _substitute.get()
 
 
-# -- folders and files -----------------------------------------------------------------------------
+# -- files -----------------------------------------------------------------------------------------
 
 
 class DataFile:
-    """A private, locked folder with one file, which grows and never shrinks.
+    """A file without a name in `folder`, which grows and never shrinks.
 
-        descriptor   opened with                   used for
-        direct       O_DIRECT, if available        reads and writes, as long as the file system accepts them
-        plain        nothing special               space and sizes; reads and writes without direct I/O, each followed by dropping its pages
-
-    Some file systems open a file with O_DIRECT and then refuse direct transfers. The first transfer
-    that fails with EINVAL switches the file to the plain descriptor for good.
+    Its transfers are direct (O_DIRECT) if the file system takes them. Else they go through the page
+    cache, and their pages are dropped after each. Some file systems take the flag and then refuse
+    transfers: the first one that fails with EINVAL takes it away for good.
 
     Attributes:
         size: bytes allocated, all of them backed by disk space.
     """
 
-    def __init__(self, parent: Path, name: str) -> None:
-        """Make the folder in `parent`, after removing stale folders of crashed runs there.
-
-        Raises:
-            TierError: `parent` does not exist, or is not writable.
-        """
-        check_folder(parent)
-        reclaim(parent)
-        self.folder = parent / f"onefold-{name}-{os.getpid()}-{secrets.token_hex(4)}"
-        self.path, self.size = self.folder / DATA, 0
-        self._open: list[int] = []
-        self._lock: Lock | None = None
+    def __init__(self, folder: Path) -> None:
+        """Raises: TierError: `folder` does not exist, or is not writable."""
+        check_folder(folder)
+        self.folder, self.size, self._direct = folder, 0, True
         try:
-            self.folder.mkdir(0o700)
-            self._lock = Lock(self.folder / LOCK, MARK)
-            self._plain = self._opened(os.O_CREAT | os.O_EXCL)
-            try:
-                self._direct = self._opened(os.O_DIRECT)
-            except OSError as error:
-                if error.errno not in _CANNOT:
-                    raise
-                self._give_up_direct()
+            self.file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
         except OSError as error:
-            self.close()
-            raise failure("making the NVMe folder", self.folder, error) from None
+            raise failure("making a file for states on NVMe in", folder, error) from None
+        try:
+            fcntl.fcntl(self.file, fcntl.F_SETFL, os.O_RDWR | os.O_DIRECT)
+        except OSError:
+            self._give_up_direct()
+        weakref.finalize(self, self.file.close)
         living = weakref.ref(self)
 
-        def close_in_child() -> None:
+        def close_in_child() -> None:  # else the child holds the space after its parent has ended
             if (mine := living()) is not None:
-                mine.abandon()
+                mine.file.close()
 
         os.register_at_fork(after_in_child=close_in_child)
-
-    def _opened(self, flags: int) -> int:
-        self._open.append(os.open(self.path, os.O_RDWR | flags, 0o600))
-        return self._open[-1]
 
     def extend(self, nbytes: int) -> int:
         """Allocate `nbytes` more of disk space and return their offset.
@@ -139,10 +105,10 @@ class DataFile:
         begin = self.size
         try:
             if nbytes:
-                os.posix_fallocate(self._plain, begin, nbytes)
+                os.posix_fallocate(self.file.fileno(), begin, nbytes)
         except OSError:
             with contextlib.suppress(OSError):
-                os.ftruncate(self._plain, begin)
+                self.file.truncate(begin)
             raise
         self.size += nbytes
         return begin
@@ -156,31 +122,29 @@ class DataFile:
         with view:  # the pool takes the buffer back once nothing refers to it
             done, total = 0, len(view)
             doing = (
-                f"{'reading' if op == READ else 'writing'} {total:,} bytes of region {what!r} at"
+                f"{'reading' if op == READ else 'writing'} {total:,} bytes of region {what!r} in"
             )
             while done < total:
-                self._check_whole()
-                direct = self._direct >= 0
+                direct = self._direct
                 try:
                     moved = self._once(op, view[done:], offset + done, direct)
                 except OSError as error:
                     if direct and error.errno == errno.EINVAL:
                         self._give_up_direct()
                         continue
-                    raise failure(doing, self.path, error) from None
+                    raise failure(doing, self.folder, error) from None
                 if done + moved < total:
                     moved -= moved % PAGE  # the next call must begin on a page
                 if not moved:
-                    self._check_whole()
                     raise TierError(
-                        f"{doing} {self.path} ended after {done:,}, as if the file ended there,"
+                        f"{doing} {self.folder} ended after {done:,}, as if the file ended there,"
                         " which it does not. Name another disk in nvme=."
                     )
                 done += moved
 
     def _once(self, op: str, view: memoryview, offset: int, direct: bool) -> int:
         """Make one system call; return the bytes moved, which may be fewer than the view has."""
-        file = self._direct if direct else self._plain
+        file = self.file.fileno()
         moved = os.preadv(file, [view], offset) if op == READ else os.pwritev(file, [view], offset)
         if not direct:
             if op == WRITE:
@@ -188,42 +152,17 @@ class DataFile:
             os.posix_fadvise(file, offset, moved, os.POSIX_FADV_DONTNEED)
         return moved
 
-    def _check_whole(self) -> None:
-        """Raise TierError if somebody truncated the file. The missing bytes would read as zeros
-        after it has grown again.
-        """
-        used = self.size  # first: another thread may extend the file meanwhile
-        size = os.fstat(self._plain).st_size
-        if size < used:
-            raise TierError(
-                f"{self.path} was cut short to {size:,} bytes by somebody else while {used:,}"
-                " are in use: what was in it is lost. Start again from the last checkpoint, and"
-                f" keep clean-up jobs away from {self.folder.parent}."
-            )
-
     def _give_up_direct(self) -> None:
         """Use the page cache from now on, and drop the pages after each transfer."""
-        self._direct = -1
+        self._direct = False
+        fcntl.fcntl(self.file, fcntl.F_SETFL, os.O_RDWR)
         # No readahead by the kernel: its pages would never be dropped
-        os.posix_fadvise(self._plain, 0, 0, os.POSIX_FADV_RANDOM)
+        os.posix_fadvise(self.file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         logging.getLogger("onefold").warning(
             "the file system at %s takes no direct transfers; reads and writes go through the page"
             " cache, which is slower.",
             self.folder,
         )
-
-    def close(self) -> None:
-        _remove_ours(self.folder)
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Close the descriptors, and leave the files to the parent of a forked child. Copies of the
-        descriptors would hold the lock and the disk space after the parent has ended.
-        """
-        while self._open:
-            os.close(self._open.pop())
-        if self._lock is not None:
-            self._lock.release()
 
 
 def check_folder(path: Path) -> None:
@@ -237,33 +176,6 @@ def check_folder(path: Path) -> None:
             f"the folder {path} for states on NVMe {what}. Create it on the disk that is meant,"
             " or name another one in nvme=."
         )
-
-
-def reclaim(parent: Path) -> None:
-    """Remove stale folders of crashed runs from `parent`. Several processes may do so at once."""
-    for path in sorted(parent.glob("onefold-*")):
-        if not _OURS.match(path.name) or path.is_symlink():
-            continue
-        # In use, another user's, or another process removed it
-        with contextlib.suppress(OSError):
-            said = (path / LOCK).read_text(errors="replace")
-            if MARK in said:
-                lock = Lock(path / LOCK, MARK)
-                if lock.known:
-                    _remove_ours(path)
-                lock.release()
-            if not path.exists():
-                logging.getLogger("onefold").info(
-                    "removed %s, which a process that was killed had left", path
-                )
-
-
-def _remove_ours(path: Path) -> None:
-    """Remove the files that we make, and the folder if nothing else is in it."""
-    with contextlib.suppress(OSError):
-        for name in (DATA, LOCK):
-            (path / name).unlink(missing_ok=True)
-        path.rmdir()
 
 
 # -- regions ---------------------------------------------------------------------------------------
@@ -385,26 +297,19 @@ class Nvme:
     """
 
     def __init__(self, paths: Sequence[str | Path], *, name: str, threads: int = 4) -> None:
-        """Make a private folder on each path, after removing stale folders of crashed runs there.
+        """Make a file in each folder.
 
         Args:
             paths: existing folders, ideally each on its own disk.
-            name: letters, digits, '.', '_' and '-'; need not be unique.
+            name: for messages.
             threads: number of reads and writes under way at a time.
 
         Raises:
             TierError: a path is missing or is not writable.
         """
-        self.name, self.files = name, list[DataFile]()
-        self._process, self._lock = os.getpid(), threading.Lock()
+        self.name, self.files = name, [DataFile(Path(path)) for path in paths]
+        self._process, self._lock, self._closed = os.getpid(), threading.Lock(), False
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"onefold-nvme-{name}")
-        self._end = weakref.finalize(self, _end, self._pool, self.files, os.getpid())
-        try:
-            for path in paths:
-                self.files.append(DataFile(Path(path), name))
-        except BaseException:
-            self.close()
-            raise
 
     def region(self, name: str, numel: int, dtype: torch.dtype) -> Region:
         """Allocate a region of `numel` elements of `dtype`, all zeros.
@@ -423,7 +328,7 @@ class Nvme:
                 return file, file.extend(nbytes)
             except OSError as error:
                 what = f"allocating {nbytes:,} bytes for region {name!r} in"
-                raise failure(what, file.path, error) from None
+                raise failure(what, file.folder, error) from None
 
     def start(
         self, op: str, what: str, file: DataFile, whole: torch.Tensor, offset: int
@@ -442,12 +347,12 @@ class Nvme:
                     pieces.append(self._pool.submit(file.move, op, what, cut, offset + at))
             except RuntimeError:  # another thread closes the store, or the interpreter ends
                 wait(pieces)
-                raise self._closed() from None
+                raise self._refusal() from None
         return Transfer(pieces)
 
     def _check_open(self) -> None:
-        if not self._end.alive:
-            raise self._closed()
+        if self._closed:
+            raise self._refusal()
         if os.getpid() != self._process:
             raise TierError(
                 f"the NVMe store {self.name!r} belongs to process {self._process}; this is a child"
@@ -455,26 +360,21 @@ class Nvme:
                 " or start the child with spawn."
             )
 
-    def _closed(self) -> TierError:
+    def _refusal(self) -> TierError:
         return TierError(f"the NVMe store {self.name!r} is closed; nothing moves any more.")
 
     def close(self) -> None:
-        """Wait for all transfers, end the threads and remove the folders. A second call, or a call
-        in a forked child, does nothing.
+        """Wait for all transfers, end the threads and free the space. A second call, or a call in a
+        forked child, does nothing. The garbage collector may call it in any thread.
         """
-        self._end()
-
-
-def _end(pool: ThreadPoolExecutor, files: list[DataFile], process: int) -> None:
-    """Close a store's threads and folders. The garbage collector may call it in any thread."""
-    if os.getpid() != process:  # a forked child: everything belongs to its parent
-        return
-    if threading.current_thread() in pool._threads:  # it cannot wait for itself
-        threading.Thread(target=_end, args=(pool, files, process)).start()
-        return
-    pool.shutdown(wait=True)
-    for file in files:
-        file.close()
+        if self._closed or os.getpid() != self._process:
+            return
+        self._closed = True
+        # One of its threads cannot wait for itself, and leaves the files to their last transfers
+        waits = threading.current_thread() not in self._pool._threads
+        self._pool.shutdown(wait=waits)
+        for file in self.files if waits else ():
+            file.file.close()
 
 
 # -- before a run ----------------------------------------------------------------------------------
@@ -483,8 +383,7 @@ def _end(pool: ThreadPoolExecutor, files: list[DataFile], process: int) -> None:
 def refuse_unless_fits(paths: Sequence[str | Path], need: int, what: str) -> None:
     """Raise if `need` bytes, divided among `paths`, do not fit.
 
-    Stale folders of crashed runs are removed first. Folders on one file system share its free
-    space.
+    Folders on one file system share its free space.
 
     Args:
         need: bytes of all ranks of this host together.
@@ -496,7 +395,6 @@ def refuse_unless_fits(paths: Sequence[str | Path], need: int, what: str) -> Non
     together: dict[int, list[Path]] = defaultdict(list)
     for path in map(Path, paths):
         check_folder(path)
-        reclaim(path)
         together[path.stat().st_dev].append(path)
     for folders in together.values():
         share, free = need * len(folders) // len(paths), shutil.disk_usage(folders[0]).free

@@ -121,9 +121,6 @@ class Rank:
             sys.stderr.flush()
         if self.peers is not None and self.peers.gone:  # another rank is to blame: leave in order
             self.leave()
-        if self.run is not None and threading.current_thread() is threading.main_thread():
-            with contextlib.suppress(Exception):  # remove this rank's files from the disks
-                onefold.engine_of(self.run.model).transfers.close()
         # Not sys.exit, which would wait for process groups with an operation under way
         os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
 
