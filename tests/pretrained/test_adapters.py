@@ -232,6 +232,8 @@ def test_a_save_takes_some_frozen_parameters_by_name(folder: Path) -> None:
         for param in model.parameters():
             param.fill_(0.5)
     onefold.load(folder / "some", model=model, strict="trained")
+    with pytest.raises(ValueError, match="'frozen' is not known"):
+        onefold.load(folder / "some", model=model, strict="frozen")  # type: ignore[arg-type]
     kept = {n for n in expected if n == name or "lora_" in n}
     model.get_parameter(frozen := next(n for n in expected if n not in kept)).requires_grad_(True)
     with pytest.raises(onefold.CheckpointError, match=re.escape(f"missing in it ({frozen})")):

@@ -90,10 +90,13 @@ def load(
             ranks, see `onefold.checkpoint.per_rank`.
 
     Raises:
+        ValueError: `strict` is none of these.
         CheckpointError: on every rank. Model and optimizer are unchanged if there is no such
             checkpoint or it is of another model. If damaged bytes were found during the read, the
             contents of both are undefined, and an earlier checkpoint must be loaded.
     """
+    if strict not in (True, False, "trained"):
+        raise ValueError(f'strict={strict!r} is not known: give True, False or "trained".')
     things = {"scheduler": scheduler, "scaler": scaler, "data": data}
     if model is None:
         if any(thing is not None for thing in (optimizer, *things.values())):

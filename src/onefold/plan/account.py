@@ -296,9 +296,7 @@ def peak_of(program: Program, activity: Activity, fragmented: float) -> dict[str
     return max(rows, key=lambda row: sum(row.values()))
 
 
-# -- what a process takes of a GPU beside its tensors ------------------------------------------------
-#
-# What a process takes of a GPU beside its tensors: the driver's context, and NCCL's buffers.
+# -- what a process takes of a GPU beside its tensors: the driver's context, NCCL's buffers ----------
 #
 # | part                    | bytes                                 | source                                                        |
 # |-------------------------|---------------------------------------|---------------------------------------------------------------|
