@@ -4,8 +4,9 @@ sentences on what differs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import onefold
 from looks import is_sharded
 
+Computing = TypeVar("Computing", bound=Callable[..., Any])
 #: The bound of rounding between two orders of the same sums in fp32.
 NEAR = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -24,6 +26,20 @@ def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """The model with the same random weights on every rank and in every run."""
     torch.manual_seed(seed)
     return make()
+
+
+def by_rank_0(compute: Computing) -> Computing:
+    """Rank 0 alone computes, the others are told what it returns: ranks share the cores. Collective
+    over all ranks.
+    """
+
+    @functools.wraps(compute)
+    def told(*args: Any, **kwargs: Any) -> Any:
+        found = [compute(*args, **kwargs) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    return told  # type: ignore[return-value]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

@@ -30,6 +30,7 @@ from torch.utils.checkpoint import checkpoint
 
 import onefold
 from promises.jobs import whole_states
+from reference import by_rank_0
 from zoo import tokens_of
 
 VOCABULARY, WIDTH, LENGTH, EXPERTS = 61, 16, 12, 4
@@ -426,6 +427,7 @@ def look(job: Job, seen: Seen) -> Seen:
     return seen
 
 
+@by_rank_0
 def in_one_process(case: Case) -> list[Seen]:
     """The same training on all data ranks' batches together: what each data rank must see."""
     model = built(case)

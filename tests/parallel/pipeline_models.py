@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import looks
 import onefold
 from onefold.parallel import PipelineStage, register_actions
+from reference import by_rank_0
 from zoo import TinyGPT, tokens_of
 
 WIDTH, LENGTH = 16, 12
@@ -248,6 +249,7 @@ def train(
     return seen
 
 
+@by_rank_0
 def in_one_process(case: Case) -> tuple[list[list[float]], Seen]:
     """(losses of each data rank, norms and weights)"""
     model, seen = whole(case), Seen()

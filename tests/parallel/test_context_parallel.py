@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import onefold
 from on_ranks import on_ranks, slow
 from promises.jobs import differing
-from reference import differences
+from reference import by_rank_0, differences
 from tiny_transformers import divisible
 from zoo import tokens_of
 
@@ -111,6 +111,7 @@ def trained(stage: int, case: Case) -> Seen:
     return losses, norms, onefold.full_state_dict(model)
 
 
+@by_rank_0
 def in_one_process(case: Case) -> Seen:
     """The same training on whole samples."""
     model = divisible("Llama", attn_implementation="sdpa").train()

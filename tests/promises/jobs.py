@@ -37,6 +37,7 @@ from torch.func import functional_call
 import looks
 import onefold
 from promises import formulas
+from reference import by_rank_0
 from zoo import SUBJECTS
 
 STEPS = 3  # the order of units is learned in the first; the third is as all that follow
@@ -348,9 +349,10 @@ def loaded(row: Row, folder: Path, group: Any = None, step: bool = True) -> Seen
     return seen
 
 
-def in_one_process(row: Row) -> Seen:
-    """The same loop over the batches of all ranks, by plain PyTorch. In 16 bits the model computes
-    with rounded copies of weights in fp32.
+@by_rank_0
+def in_one_process(row: Row) -> list[Seen]:
+    """The same loop over the batches of all ranks, by plain PyTorch: what each rank must see. In 16
+    bits the model computes with rounded copies of weights in fp32.
     """
     module, dtype = row.module(), DTYPES[row.options.get("precision", "fp32")]
     if SUBJECTS[row.model].recomputes:
@@ -375,21 +377,25 @@ def in_one_process(row: Row) -> Seen:
     called = None if dtype == torch.float32 else rounded
     optimizer = _optimizer(row, module)
     job = Job(row, module, optimizer, of, scaler, called, sharded=False)
-    seen, mine = Seen(), dist.get_rank()
+    seen = [Seen() for _ in of]
 
-    def of_this_rank(told: list[float]) -> list[float]:
-        losses = len(of) * row.loop.micro_batches
-        return told[mine : losses : len(of)] + told[losses:]
+    def step(number: int) -> list[list[float]]:
+        """The losses of each rank, and what all are told."""
+        told, losses = job.step(number), len(of) * row.loop.micro_batches
+        return [told[rank : losses : len(of)] + told[losses:] for rank in of]
 
     for number in range(STEPS):
-        seen.losses += of_this_rank(job.step(number))
+        for each, told in zip(seen, step(number), strict=True):
+            each.losses += told
     with torch.no_grad():
-        seen.losses.append(job.loss(70, mine).item())
+        for rank, each in enumerate(seen):
+            each.losses.append(job.loss(70, rank).item())
     if row.loop.then:
         AFTERWARDS[row.loop.then](job)
-    seen.weights = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
-    seen.states = whole_states(optimizer)
-    seen.next = of_this_rank(job.step(STEPS))
+    weights = {name: p.detach().cpu().clone() for name, p in module.named_parameters()}
+    states = whole_states(optimizer)
+    for each, told in zip(seen, step(STEPS), strict=True):
+        each.weights, each.states, each.next = weights, states, told
     return seen
 
 
@@ -547,7 +553,7 @@ def _without_moments(held: looks.Held) -> looks.Held:
 # -- asking ----------------------------------------------------------------------------------------
 
 _first: dict[tuple[Any, ...], Seen] = {}
-_one: dict[tuple[Any, ...], Seen] = {}
+_one: dict[tuple[Any, ...], list[Seen]] = {}
 _groups: dict[int, Any] = {}
 
 
@@ -577,7 +583,8 @@ def ask(row: Row, rows: list[Row], folder: Path, every: bool = True) -> list[str
         _first.setdefault(row.key, seen)
     planned = planned_of(row, folder)
     first = _first.get(row.key)
-    wrong += broken(row, first if first is not seen else None, _one[row.key], seen, planned)
+    one = _one[row.key][dist.get_rank()]
+    wrong += broken(row, first if first is not seen else None, one, seen, planned)
     dist.barrier()
     return wrong + checkpoint(row, family, seen, folder, every)
 
