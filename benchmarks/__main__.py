@@ -12,7 +12,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 NAMES = (
     "peers", "axes", "offload", "checkpoint", "whole", "trainer", "host_time", "wires", "convergence",
-    "plan_matrix", "nvme", "codecs", "exports", "gpu", "reach", "validation",
+    "plan_matrix", "predicted", "nvme", "codecs", "exports", "gpu", "reach", "validation",
 )  # fmt: skip
 
 

@@ -43,6 +43,7 @@ SMALLEST = {
     " --held-out 2 --every 3 --sides stage-3",
     "wires": "--model gpt-tiny --tokens 32 --rates 100M --sides onefold-3 --steps 3",
     "exports": "--shape toy --ranks 2 --rounds 1",
+    "predicted": "--model llama:tiny --only 'states on NVMe'",
     "nvme": "{folder} --mib 32 --rounds 1",
     "codecs": "--device cpu --elements 65536 --rounds 1",
     "gpu": "--tiny --only check block communicators ranks host memory codecs --precisions bf16 --disk {folder}",

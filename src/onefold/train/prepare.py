@@ -155,12 +155,6 @@ class Choice:
     peak_flops: float | None = None
     notes: tuple[str, ...] = ()
 
-    @property
-    def predicted(self) -> Account | None:
-        """The account of the chosen stage, if data ranks alone divide the model."""
-        here = self.planned
-        return here.account if here is not None and here.scheme.degrees.data_only else None
-
 
 def possible_stages(config: TrainConfig, ranks: int) -> list[int]:
     """Return the stages to choose from, the lowest first. One rank gets stage 0, or stage 3 if the

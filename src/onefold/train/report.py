@@ -253,7 +253,7 @@ def describe(run: Run) -> Row:
     """Return what was chosen and why, ready for JSON."""
     config, choice, ranks, order = run.config, run.choice, run.ranks, run.order
     planned, rows = choice.planned, ("parameters", "gradients", "optimizer")
-    mesh = planned is not None and choice.predicted is None
+    mesh = planned is not None and not planned.scheme.degrees.data_only
     groups = run.optimizer.param_groups
     peaks = rates({**group, "lr": peak_lr(config, group)} for group in groups)
     said = ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in peaks.items())
@@ -273,7 +273,7 @@ def describe(run: Run) -> Row:
         "backend": ranks.backend,
         "threads": torch.get_num_threads(),
         "needed": {str(stage): size for stage, size in choice.needed.items()},
-        "predicted": choice.predicted.to_json() if choice.predicted else None,
+        "predicted": planned.account.to_json() if planned is not None else None,
         "mesh": planned.to_json() if planned is not None and mesh else None,
         "notes": list(choice.notes),
         "recipe": run.recipe.describe(),
@@ -301,7 +301,10 @@ def observe(run: Run, folder: Path, rows: list[Row]) -> None:
     rate = median("tokens_per_s") or 0.0
     account = replace(measured, seconds=seconds, tokens_per_s=rate, mfu=median("mfu"))
     facts = {k: v for k, v in describe(run).items() if isinstance(v, str | int | float) and v != ""}
+    planned = run.choice.planned
+    # No ledger has what torch's other axes send
+    plan = replace(planned.account, sent={}) if planned is not None else None
     write_observed(
         folder, run.ranks.rank, run.ranks.world_size, account,
-        plan=run.choice.predicted, step=run.recording, facts=facts,
+        plan=plan, step=run.recording, facts=facts,
     )  # fmt: skip

@@ -336,10 +336,12 @@ def explain(run: Run, error: BaseException) -> TrainError:
     """Return the error for an allocation that failed in this run's loop: what was held where, and
     which options need less.
     """
-    engine, planned = onefold.engine_of(run.model), run.choice.predicted
+    engine, planned = onefold.engine_of(run.model), run.choice.planned
     unit, phase = engine.passes.raised_in or ("(between units)", engine.phase)
     held = ", ".join(f"{name} {readable(n)}" for name, n in engine.memory.now().items())
-    expected = f", planned at most {readable(planned.peak_bytes)}" if planned is not None else ""
+    expected = (
+        f", planned at most {readable(planned.account.peak_bytes)}" if planned is not None else ""
+    )
     return TrainError(
         f"rank {run.ranks.rank} ran out of memory in the {phase} pass of unit {unit!r} (step"
         f" {engine.step_count + 1}): {str(error).splitlines()[0][:160]}\nThe engine held"
