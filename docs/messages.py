@@ -65,7 +65,7 @@ def messages() -> list[Message]:
 
 _PARTS = {
     "Recipes, layout": ("recipe", "layout"),
-    "Sharding, training": ("sharding.py", "runtime", "comm", "memory", "device", "tiling", "parallel", "ema.py"),
+    "Sharding, training": ("sharding.py", "runtime", "comm", "memory.py", "device", "tiling", "parallel", "ema.py"),
     "Optimizers": ("optim", "quant"),
     "Offload": ("offload",),
     "Checkpoints": ("checkpoint", "inspection", "pretrained"),

@@ -97,14 +97,14 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> None:
     wait_for(process, lambda row: row["event"] == "step" and row["step"] >= step)
 
 
-def wait_until(wanted: Callable[[], object], seconds: float = 300.0) -> float:
-    """Seconds until `wanted()` is true; fails after `seconds`, which only bound a hang: a busy
-    machine takes its time.
+def wait_until(wanted: Callable[[], object], seconds: float = 300.0, pause: float = 0.001) -> float:
+    """Seconds until `wanted()` is true, asked every `pause` seconds; fails after `seconds`, which
+    only bound a hang: a busy machine takes its time.
     """
     begun = time.monotonic()
     while not wanted():
         assert time.monotonic() - begun < seconds, f"not within {seconds} s"
-        time.sleep(0.001)
+        time.sleep(pause)
     return time.monotonic() - begun
 
 

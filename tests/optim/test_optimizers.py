@@ -17,6 +17,7 @@ from torch import nn
 import looks
 import onefold
 from on_ranks import on_ranks, slow
+from onefold.memory import TierError
 from onefold.recipe.optimizers import KNOWN, PLANNED
 from optim.optimizers import ELEMENTWISE, REFUSED
 from reference import NEAR, built, ddp, differences, train, weights
@@ -61,7 +62,7 @@ def test_optimizers_train_as_in_ddp_at_every_stage(name: str, folder: Path) -> N
         tiers.append({"stage": 2, "offload_optimizer": "cpu"})
         model = sharded(3, offload_optimizer="nvme", nvme=folder)
         looks.step_in_pieces_of(model, 1024)
-        with pytest.raises(ValueError, match=r"keep it in self\.state"):  # it counts by parameters
+        with pytest.raises(TierError, match=r"keep it in self\.state"):  # it counts by parameters
             trained(model, make)
     for tier in tiers:
         model = sharded(**tier)

@@ -45,8 +45,8 @@ def test_parameters_off_the_device_mean_stage_3_however_many_ranks(ranks: int) -
     chosen = choose(Language(2), *asked(ranks=ranks, local_ranks=ranks, tiers=EVERYTHING))
     assert chosen.stage == 3 and set(chosen.needed) == {3}
     assert (
-        chosen.predicted is not None
-        and chosen.predicted.offloaded["nvme"]
+        chosen.planned is not None
+        and chosen.planned.account.offloaded["nvme"]
         and "on NVMe" in chosen.reason
     )
 
@@ -60,8 +60,8 @@ def test_what_fits_at_no_stage_fits_with_its_states_on_nvme() -> None:
     tight = int((whole[3] + away_[3]) / 2 / api.USABLE)
     assert "may run out of memory" in choose(Language(), *asked(free=tight)).reason
     chosen = choose(Language(), *asked(free=tight, tiers=ON_DISK))
-    assert "may run out" not in chosen.reason and chosen.predicted is not None
+    assert "may run out" not in chosen.reason and chosen.planned is not None
     assert (
-        chosen.predicted.rest.get(MOMENTS, 0) == 0
+        chosen.planned.account.rest.get(MOMENTS, 0) == 0
         and chosen.needed[chosen.stage] <= chosen.available
     )

@@ -196,13 +196,15 @@ def test_ctrl_c_while_another_command_imports_ends_it_without_a_word(
 
 
 @pytest.mark.parametrize(
-    "moment", ["the command has its folder", "a rank starts", "both ranks have joined"]
+    "moment",
+    ["its output is made", "the command has its folder", "a rank starts", "both ranks have joined"],
 )
 def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
     tmp_path: Path, moment: str
 ) -> None:
     temporary = tmp_path / "tmp"
     reached = {
+        "its output is made": lambda: (tmp_path / "run").exists(),
         "the command has its folder": lambda: any(temporary.glob("onefold-*")),
         "a rank starts": lambda: pid_of(temporary, 0) or pid_of(temporary, 1),
         "both ranks have joined": (
@@ -212,14 +214,14 @@ def test_ctrl_c_while_ranks_start_leaves_no_process_and_no_file(
         ),
     }[moment]
     with started(tmp_path, *ENDLESS) as process:
-        wait_until(lambda: reached() or process.poll() is not None)
+        wait_until(lambda: reached() or process.poll() is not None, pause=0.0)
         if moment == "both ranks have joined":
             wait_for(process, lambda row: row["event"] == "note")
         process.send_signal(signal.SIGINT)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 130 and err == "", (process.returncode, err)
     assert left_behind(temporary) == [] and not (tmp_path / "run" / LOCK).exists()
-    if moment == "the command has its folder":
+    if moment in ("its output is made", "the command has its folder"):
         assert not (tmp_path / "run").exists(), "what was made for the run goes with it"
 
 

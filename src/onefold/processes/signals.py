@@ -76,6 +76,18 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Let signals that end this process arrive behind the block: it makes what `put_in_order` removes."""
+    before = signal.pthread_sigmask(
+        signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+    )
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def listen() -> None:
     """Let Ctrl-C and SIGTERM end this process at once. Called before other imports."""
     if threading.current_thread() is not threading.main_thread():

@@ -36,6 +36,7 @@ from onefold.processes.signals import (
     PREEMPTION,
     TRAINING,
     end_at_once,
+    held_back,
     put_in_order,
 )
 from onefold.train.config import TrainConfig, with_precision
@@ -89,8 +90,9 @@ def launch(config: TrainConfig) -> int:
     Raises TrainError if the run cannot start; then no rank was started and no file is left.
     """
     named = name_output(config)
-    claim = Claim(Path(str(named.output)), new=config.output is None)
-    put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
+    with held_back():
+        claim = Claim(Path(str(named.output)), new=config.output is None)
+        put_in_order.append(claim.undo)  # should a signal end this process before the ranks run
     try:
         check_output(named)
         nproc, why = ranks_to_start(config)
@@ -112,37 +114,39 @@ def _downloaded(config: TrainConfig) -> TrainConfig:
 
 def _run(config: TrainConfig, nproc: int, why: str) -> int:
     """Start the ranks and wait for their end. Returns the exit status."""
-    with tempfile.TemporaryDirectory(prefix="onefold-", ignore_cleanup_errors=True) as folder:
-        clean = partial(shutil.rmtree, folder, ignore_errors=True)
+    with held_back():
+        control = Path(tempfile.mkdtemp(prefix="onefold-"))
+        clean = partial(shutil.rmtree, control, ignore_errors=True)
         put_in_order.append(clean)
-        control, file = Path(folder), Path(folder, "config.json")
-        file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
-        online, most = needs_hub(config.data), config.max_restarts
-        environment = child_environment(os.environ, nproc, control, config.compile, online)
-        signals = _Signals(control, config.json_lines)
-        if not config.json_lines:
-            print(f"starting {nproc} ranks ({why})", flush=True)
-        try:
-            for start in range(most + 1):
-                for name in (FAILED, TRAINING):  # of an earlier start
-                    (control / name).unlink(missing_ok=True)
-                counts = {"TORCHELASTIC_RESTART_COUNT": start, "TORCHELASTIC_MAX_RESTARTS": most}
-                of_this = {**environment, **{name: str(n) for name, n in counts.items()}}
-                rank = "onefold.train.worker", str(file)
-                with local_ranks(nproc, of_this, *rank, logs=control, printed=True) as ranks:
-                    signals.ranks = ranks
-                    failed = ranks.wait(period=0.1).failures
-                if failed and not (control / FAILED).exists():
-                    number, first = next(iter(failed.items()))
-                    hint = "; try a higher --stage, a smaller --micro-batch or --seq"
-                    hint *= first.exitcode == -signal.SIGKILL
-                    _say(f"error: {how_it_ended(number, first.exitcode)}{hint}.")
-                if not failed or signals.arrived or (control / FINAL).exists():
-                    break
-        finally:
-            signals.stop()
-            put_in_order.remove(clean)
-        return 128 + signals.by_hand if signals.by_hand else int(bool(failed))
+    file = control / "config.json"
+    file.write_text(config.model_dump_json(by_alias=True), encoding="utf-8")
+    online, most = needs_hub(config.data), config.max_restarts
+    environment = child_environment(os.environ, nproc, control, config.compile, online)
+    signals = _Signals(control, config.json_lines)
+    if not config.json_lines:
+        print(f"starting {nproc} ranks ({why})", flush=True)
+    try:
+        for start in range(most + 1):
+            for name in (FAILED, TRAINING):  # of an earlier start
+                (control / name).unlink(missing_ok=True)
+            counts = {"TORCHELASTIC_RESTART_COUNT": start, "TORCHELASTIC_MAX_RESTARTS": most}
+            of_this = {**environment, **{name: str(n) for name, n in counts.items()}}
+            rank = "onefold.train.worker", str(file)
+            with local_ranks(nproc, of_this, *rank, logs=control, printed=True) as ranks:
+                signals.ranks = ranks
+                failed = ranks.wait(period=0.1).failures
+            if failed and not (control / FAILED).exists():
+                number, first = next(iter(failed.items()))
+                hint = "; try a higher --stage, a smaller --micro-batch or --seq"
+                hint *= first.exitcode == -signal.SIGKILL
+                _say(f"error: {how_it_ended(number, first.exitcode)}{hint}.")
+            if not failed or signals.arrived or (control / FINAL).exists():
+                break
+    finally:
+        signals.stop()
+        clean()
+        put_in_order.remove(clean)
+    return 128 + signals.by_hand if signals.by_hand else int(bool(failed))
 
 
 class _Signals:

@@ -18,6 +18,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -447,8 +448,9 @@ def _going_on(
 def _data(config: TrainConfig, tokenizer: Any, ranks: Ranks, note: Callable[[str], None]) -> Data:
     """Return the data, whose tokens the first rank writes into a folder. Collective."""
     root = config.data_cache or (config.output and os.path.join(config.output, "tokens"))
-    with tempfile.TemporaryDirectory(prefix="onefold-") as aside:
-        told = config.data, config.text_field, tokenizer, Path(root or aside), ranks, note
+    aside = nullcontext(root) if root else tempfile.TemporaryDirectory(prefix="onefold-")
+    with aside as folder:
+        told = config.data, config.text_field, tokenizer, Path(folder), ranks, note
         tokens = tokens_of(*told)
         ranks.gather(None)  # before `aside` goes, all have mapped what is in it
     return load_data(

@@ -21,7 +21,7 @@ from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat, Unit
 from onefold.runtime.hooks import engine_of
-from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.parameters.parameter import disable_torch_function, put
 from onefold.runtime.parts import (
     MasterParts,
     from_first,
@@ -108,18 +108,25 @@ def showing(engine: Engine, shown: Mapping[Entry, nn.Parameter]) -> Iterator[Non
     of a plain model do.
     """
     before = engine.full_params_depth
+    # With one rank, code may have put something else there, which stays
+    places = [
+        (entry, *place)
+        for entry in shown
+        for place in entry.places
+        if not entry.flat.unsharded or place[0][place[1]] is entry.param
+    ]
 
     def back() -> None:
         engine.full_params_depth = before
         with disable_torch_function():
-            for entry in shown:
-                entry.flat.swap(entry, entry.param)
+            for entry, *place in places:
+                put(*place, entry.param)
 
     try:
         try:
             with disable_torch_function():
-                for entry, param in shown.items():
-                    entry.flat.swap(entry, param)
+                for entry, *place in places:
+                    put(*place, shown[entry])
             engine.full_params_depth += 1
             yield
         finally:
