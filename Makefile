@@ -12,7 +12,7 @@
 #
 # make test-all         every test
 # make test-processors  the tests of equal bits again, with torch, oneDNN and MKL held to fewer instructions as on other processors (BITS="FILE" for less)
-# make test-faults      plants faults in copies of the source; tests must turn red (an hour; ARGS="--only ema -n 4" for less)
+# make test-faults      plants faults in copies of the source; tests must turn red (ten minutes; ARGS="--only ema -n 4" for less)
 # make test-load        the tests of processes, ten times each while busy loops take the cores (hours; ARGS="--times 2 FILE" for less)
 
 PYTHON ?= python3
