@@ -89,7 +89,7 @@ OF_FOUR = rows(
 
 
 def check(trial: Trial, every: bool, folder: Path) -> None:
-    seeds = 100 if every else int(os.environ.get("ONEFOLD_TEST_SEEDS", "2"))
+    seeds = 60 if every else int(os.environ.get("ONEFOLD_TEST_SEEDS", "2"))
     assert under_schedules(trial, range(seeds), str(folder)) == []
 
 
