@@ -100,8 +100,7 @@ def main() -> int:
                     print(done.stdout, flush=True)
                 (failed if bad else passed)[file] += 1
                 print(
-                    f"{'FAILED' if bad else 'passed'}  {time.monotonic() - begun:4.0f}"
-                    f" s  {file}",
+                    f"{'FAILED' if bad else 'passed'}  {time.monotonic() - begun:4.0f} s  {file}",
                     flush=True,
                 )
     finally:

@@ -345,3 +345,14 @@ def test_batch_sizes_follow_from_each_other() -> None:
         config["optimizer"] = adam()
         engine = served().initialize(model=built(TinyMLP), config=config)[0]
         assert engine.get_batch_info() == expected
+
+
+def test_the_served_section_has_what_scripts_ask_of_buckets_and_pipelined_reads() -> None:
+    from onefold.deepspeed.schema import DeepSpeedZeroConfig, DeepSpeedZeroOffloadOptimizerConfig
+
+    assert DeepSpeedZeroConfig(reduce_bucket_size=1).reduce_bucket_size == 1
+    assert not DeepSpeedZeroConfig().pipeline_loading_checkpoint
+    with pytest.raises(ValueError, match="reduce_bucket_size"):
+        DeepSpeedZeroConfig(reduce_bucket_size=0)
+    assert DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=True).pipeline
+    assert not DeepSpeedZeroOffloadOptimizerConfig().pipeline

@@ -90,6 +90,7 @@ def train_as_ddp(engine: Any, expected: tuple[dict[str, Tensor], list[float], li
             assert engine.get_global_grad_norm() == pytest.approx(norms[index // 2], rel=1e-5)
     assert not differences(state, weights(engine.module), 1e-5, 2e-6)
     assert (engine.global_steps, engine.micro_steps, engine.skipped_steps) == (3, 6, 0)
+    assert engine.sparse_tensor_module_names == set()
     assert engine.global_samples == 6 * 4 * 2 and engine.get_lr() == pytest.approx([0.02])
 
 

@@ -74,6 +74,7 @@ _FACTS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "get_global_grad_norm": lambda e: None if e._norm is None else float(e._norm),
     "get_lr": lambda e: [float(group["lr"]) for group in e._groups()],
     "get_mom": lambda e: [group.get("momentum", group.get("betas", 0.0)) for group in e._groups()],
+    "_get_optimizer_ckpt_name": lambda e: "",  # a checkpoint's folder has all of it
     "gradient_average": lambda e: e.settings.gradient_allreduce_op == "mean",
     # The fixed one of the configuration; 0 if it is dynamic. The current scale is `cur_scale`
     "loss_scale": lambda e: 0.0 if e.settings.loss_scaling is None else e.settings.loss_scaling.loss_scale,
@@ -183,6 +184,7 @@ class DeepSpeedEngine(nn.Module):
             runtime.device,
         )
         self.dp_world_size, self.mp_world_size = self.world_size, 1
+        self.sparse_tensor_module_names = set[str]()
         self.local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if optimizer is not None:
             (self.loss_scaler or LossScaler(FP16(loss_scale=1))).show_on(optimizer)

@@ -131,6 +131,10 @@ class DeepSpeedZeroOffloadOptimizerConfig(Section):
     pipeline_read: Annotated[bool, NVME] = False
     pipeline_write: Annotated[bool, NVME] = False
 
+    @property
+    def pipeline(self) -> bool:
+        return self.pipeline_read or self.pipeline_write
+
 
 class LeafModules(Section):
     """Modules to mark as leaves: by class, by name, by the end of the name."""
@@ -155,10 +159,10 @@ class DeepSpeedZeroConfig(Section):
     unread = {
         FLAT: "contiguous_gradients reduce_scatter allgather_partitions use_multi_rank_bucket_allreduce parameter_alignment"
         " stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params stage3_allgather_sequential allgather_sequential",
-        BLOCK: "reduce_bucket_size allgather_bucket_size stage3_module_granularity_threshold module_granularity_threshold"
+        BLOCK: "stage3_module_granularity_threshold module_granularity_threshold"
         " stage3_model_persistence_threshold model_persistence_threshold",
         TRACE: "stage3_log_trace_cache_warnings log_trace_cache_warnings",
-        SAVES: "load_from_fp32_weights elastic_checkpoint pipeline_loading_checkpoint",
+        SAVES: "load_from_fp32_weights elastic_checkpoint",
         HOST: "round_robin_gradients",
         PINNED: "cpu_offload_use_pin_memory",
         INSIDE: "save_muon_momentum_buffer_in_memory legacy_stage1 stage3_legacy_stage1 memory_efficient_linear override_module_apply",
@@ -188,6 +192,9 @@ class DeepSpeedZeroConfig(Section):
     param_persistence_threshold: Annotated[Size, BLOCK] = 1e5
     max_live_parameters: Annotated[Size, TRACE] = 1e9
     max_reuse_distance: Annotated[Size, TRACE] = 1e9
+    reduce_bucket_size: Annotated[float, Field(gt=0), BLOCK] = 5e8
+    allgather_bucket_size: Annotated[Size, BLOCK] = 5e8
+    pipeline_loading_checkpoint: Annotated[bool, SAVES] = False
 
     @model_validator(mode="before")
     @classmethod
