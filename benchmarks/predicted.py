@@ -1,6 +1,6 @@
 """The plan's bytes beside those of real runs of `onefold train`: at rest, on the wire, moved, at peak.
 
-    python -m benchmarks predicted [--only TEXT]      # 18 runs of four steps on 2 and 4 ranks, some five minutes
+    python -m benchmarks predicted [--only TEXT]      # 19 runs of four steps on 2 and 4 ranks, three minutes
 
 Each run plans itself before it starts, and its first rank records what it held and sent; both accounts
 lie in its output folder. Bytes at rest, sent and moved must be equal, the engine's peak within 5 %. The
@@ -102,6 +102,10 @@ def main(args: harness.Options) -> int:
             with tempfile.TemporaryDirectory(prefix="onefold-predicted-") as folder:
                 rows.append(trained(name, 4 if name in FOUR else 2, args.model, Path(folder)))
             print(" ".join(pages.cells(COLUMNS, rows[-1])), flush=True)
+    if not rows:
+        raise harness.Refused(
+            f"--only {args.only!r}: no run is called so; choose from {', '.join(TWO | FOUR)}."
+        )
     other = sum(row[key][0] != row[key][1] for row in rows for key in ("rest", "sent", "moved"))
     off = max(abs(b / a - 1) for a, b in (row["engine"] for row in rows))
     goals = [

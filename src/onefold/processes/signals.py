@@ -78,7 +78,9 @@ def end_at_once(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Let signals that end this process arrive behind the block: it makes what `put_in_order` removes."""
+    """Hold signals that end this process back until the block is left: by then `put_in_order` has
+    what it makes.
+    """
     before = signal.pthread_sigmask(
         signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
     )
