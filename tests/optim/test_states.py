@@ -200,3 +200,26 @@ def test_what_one_rank_cannot_read_or_write_every_rank_says(what: str, folder: P
         if what == "step half way":
             with pytest.raises(RuntimeError, match=f"rank {where}.*{words}"):
                 optimizer.state_dict()
+
+
+class Counting(torch.optim.SGD):
+    """Its state is a number of shape (1,)."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+            p.data.add_(p.grad, alpha=-0.1)
+            self.state[p].setdefault("count", torch.zeros(1)).add_(1)
+
+
+@on_ranks(2)
+def test_a_state_of_one_number_is_one_on_ranks_without_elements(folder: Path) -> None:
+    model = onefold.shard(
+        nn.Sequential(nn.Linear(10, 10), nn.Linear(10, 10)), onefold.Recipe.zero(1)
+    )
+    optimizer = Counting(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(2, 10)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = [state["count"] for state in optimizer.state.values()]
+    assert [(tuple(count.shape), count.item()) for count in found] == [((1,), 2.0)] * 4

@@ -143,7 +143,7 @@ class FacedStates(PlainStates):
                 known, steps = dict.__getitem__(self, param), waiting[id(param)]
                 like = dict[str, Any]()
                 for key, value in fresh.items():
-                    if isinstance(value, torch.Tensor) and value.dim():  # of elements
+                    if isinstance(value, torch.Tensor) and not value.numel():  # of elements
                         kinds = stored_as(optimizer, entry_of(param), key, value.dtype)
                         like |= {k: value.new_empty(0, dtype=kind) for k, kind in kinds.items()}
                     else:
