@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import harness, launch, pages
+from benchmarks import harness, pages
 from onefold.quant.codecs import CODECS
 from onefold.runtime.hops import add_up
 
@@ -106,29 +106,6 @@ def lines(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         ]
         for row in rows
     ]
-
-
-def join(job: dict[str, Any]) -> None:
-    """The one rank meets nobody."""
-
-
-def measure(job: dict[str, Any]) -> dict[str, Any]:
-    """One process of the chapter of benchmarks/gpu.py."""
-    device = job["device"]
-    return {"rates": measured(device, job["elements"], job["rounds"])}
-
-
-def chapter(options: harness.Options) -> tuple[pages.Table, list[dict[str, Any]]]:
-    """The chapter of gpu.py."""
-    title = f"Codecs and sums: their goal is {GOAL:.0%} of a copy"
-    elements = 1 << 28 if options.device == "cuda" else 1 << 20
-    job = {"device": options.device, "elements": elements, "rounds": 5}
-    found = launch.run_ranks("benchmarks.codecs", job, 1, timeout=options.timeout)
-    outcome = {"side": "codecs", **found}
-    table = pages.Table(title, COLUMNS)
-    if outcome["status"] == "ok":
-        table.rows = lines(outcome["ranks"][0]["rates"])
-    return table, [outcome]
 
 
 HERE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,27 +1,21 @@
 """Onefold on a CUDA machine in under ten minutes, one GPU being enough: `python benchmarks/gpu.py`.
 
-What tells most comes first, and each result is written at once: a call that is cut off has left its
-gpu.json and gpu.md.
+One call and one JSON, written after each comparison: a call that is cut off has left what it found.
+What tells most comes first.
 
-| chapter   | question                                                                                        | by default         |
-|-----------|-------------------------------------------------------------------------------------------------|--------------------|
-| check     | is it right here: numbers, groups, copies? `onefold doctor --check`                             | yes                |
-| block     | communication that is exposed around blocks of Llama 3 8B's width, at two lengths, by a profile | yes                |
-| communica-| what a context and each communicator take of the device                                         | yes                |
-|    tors   |                                                                                                 |                    |
-| ranks     | step time and peak memory of DDP, FSDP2, DeepSpeed and Onefold's stages, native sums and codecs | on several GPUs    |
-| step      | the same at world size 1 beside plain PyTorch: what does sharding cost where there is nothing   | yes                |
-|           | to shard? The goal is 1.02 × its time and memory                                                |                    |
-| host      | optimizer and parameters on the host beside FSDP2's CPUOffloadPolicy and ZeRO-Offload, with a   | yes                |
-|           | profile of the copies                                                                           |                    |
-| memory    | activations on the host                                                                        | yes                |
-| codecs    | are codecs as quick as memory? See benchmarks/codecs.py                                         | yes                |
-| fp32      | `ranks` and `step` with the larger model in fp32, which takes longest                           | yes                |
-| offload   | host and NVMe with a profile of the copies, with 1 and 8 micro-batches                          | `--only offload`   |
+| comparison | question                                                                                  |
+|------------|-------------------------------------------------------------------------------------------|
+| check      | is it right here: numbers, groups, copies? `onefold doctor --check`                       |
+| block      | communication that is exposed around blocks of Llama 3 8B's width, by a profile           |
+| ranks      | step time and peak memory beside DDP and FSDP2 (several GPUs)                      |
+| step       | the same at world size 1 beside plain PyTorch; the goal is 1.02 × its time and memory     |
+| host       | states and parameters on the host beside FSDP2's CPUOffloadPolicy, with a profile         |
+| memory     | activations on the host                                                                   |
+| codecs     | are codecs as quick as memory? See benchmarks/codecs.py                                   |
 
-Sides take turns in one process for each comparison (benchmarks/gpu_turns.py); DeepSpeed takes part
-where it is installed, in one of its own. `--tiny` runs every row with a tiny model on a CPU.
-Without a GPU it says so and exits 0.
+The sides of a comparison take turns in one process a rank, so that what drifts (clocks, temperature)
+falls on all alike. `--tiny` runs every row with a tiny model on a CPU. Without a GPU it says so and
+exits 0.
 """
 
 from __future__ import annotations
@@ -29,9 +23,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,266 +34,163 @@ if __package__ in (None, ""):
     sys.path[0:0] = [str(Path(__file__).resolve().parents[1])]
 
 import torch
+import torch.distributed as dist
 
-from benchmarks import codecs, communicators, harness, launch, pages
-from benchmarks.gpt import PRECISIONS, SHAPES, Setting, count_parameters
-from benchmarks.gpu_turns import Turn, take_turns
-from benchmarks.harness import ROOT, Options, Row, Run
-from benchmarks.pages import Cell, Columns, Table, cells, shown
+from benchmarks import codecs, gpt, harness, launch, offload, pages, trainers, training
+from benchmarks.gpt import SHAPES, Setting
+from benchmarks.harness import Options, Row, Run
+from benchmarks.pages import shown
 
-SCHEMA = "onefold-gpu/2"
-CHAPTERS = (
-    "check", "block", "communicators", "ranks", "step", "host", "memory", "codecs", "fp32", "offload",
-)  # fmt: skip
-USUAL = CHAPTERS[: CHAPTERS.index("offload")]
 STAGES = ("onefold-0", "onefold-1", "onefold-2", "onefold-3")
-GOAL = 1.02  # of plain PyTorch's step time and memory at world size 1
-Outcomes = list[dict[str, Any]]
+FURTHER: dict[str, dict[str, Any]] = {
+    "onefold-3-activations": {"offload_activations": "cpu"},
+    "onefold-3-native": {"reduce": "native"},
+    "onefold-3-codecs": {"gather_codec": "int8", "reduce_codec": "int4"},
+}
+"""Sides beside Onefold's stages and tiers: further arguments of `Recipe.zero` at stage 3."""
+PROFILED = ("block", "host")
+MOVED = ("moving_s", "exposed_s", "pageable_s", "idle_s")
+COLUMNS = {
+    **training.times("the first"),
+    **training.MEMORY,
+    "peak ×": shown("peak_ratio", "{:.3f}"),
+    **{f"{name} ms".replace("_s", ""): shown(name, "{:.1f}", 1e-3) for name in MOVED},
+    **training.LOSS,
+}
 
 
-class Report:
-    """What is known by now: written as gpu.json and gpu.md whenever something is added."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.deadline = time.monotonic() + options.seconds
-        self.tables: dict[str, Table] = {}
-        self.outcomes: dict[str, Outcomes] = {}
-        device = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-        self.head = harness.about(options, SCHEMA)
-        self.head["machine"] |= {"gpu": device, "gpus": torch.cuda.device_count()}
-
-    def left(self) -> float:
-        """Seconds before everything should have ended."""
-        return self.deadline - time.monotonic()
-
-    def put(self, name: str, table: Table, outcomes: Outcomes) -> None:
-        """Another table, or the same with more rows."""
-        self.tables[name], self.outcomes[name] = table, outcomes
-        self.write()
-
-    def write(self, finished: bool = False) -> None:
-        """Both files, whole at any moment."""
-        tables = [
-            {"title": t.title, "columns": list(t.columns), "rows": t.rows}
-            for t in self.tables.values()
-        ]
-        result = {**self.head, "finished": finished, "tables": tables, "runs": self.outcomes}
-        parts = [str(table) for table in self.tables.values()]
-        title = f"# Onefold on {self.head['machine']['gpu']}"
-        harness.write(self.options, result, pages.page(title, pages.where(self.head), *parts))
-
-
-# -- chapters whose sides take turns -----------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Sides that take turns; `to` is their measure, `goal` the most that a stage may be of it, `trace`
-    asks for a profile of the last round.
-    """
-
-    title: str
-    setting: Setting
-    sides: tuple[str, ...]
-    to: str
-    goal: float = 0.0
-    trace: bool = False
-
-
-def compared(options: Options) -> Iterator[tuple[str, Comparison]]:
-    """(chapter, what it compares on this machine), what tells most first."""
-
-    def setting(
-        ranks: int = 1, model: str = options.model, precision: str = "bf16", **more: Any
-    ) -> Any:
-        shared: dict[str, Any] = {"warmup": 1 if options.tiny else 3, "steps": options.steps}
-        shared |= {"threads": options.threads, "device": options.device, "tokens": options.tokens}
-        return Setting(model=model, precision=precision, ranks=ranks, **{**shared, **more})
-
-    gpus = 2 if options.tiny else torch.cuda.device_count() if options.device == "cuda" else 0
+def comparisons(options: Options) -> dict[str, tuple[Setting, tuple[str, ...]]]:
+    """Setting and sides of each on this machine; ratios refer to the first side."""
+    gpus = 2 if options.tiny else torch.cuda.device_count()
+    name, device = ("gpt-tiny", "cpu") if options.tiny else (options.model, "cuda")
+    one = Setting(name, 64 if options.tiny else 8192, "bf16", 1, steps=options.steps, device=device)
+    few = replace(one, steps=max(2, options.steps // 2))
     # gloo, which ranks on CPUs speak, has no sums of its own
-    natives = () if options.device == "cpu" else ("onefold-2-native", "onefold-3-native")
-    deepspeed = ("deepspeed-1", "deepspeed-2", "deepspeed-3")
-    alone = ("plain", "fsdp2", *STAGES, *deepspeed)
-    together = ("ddp", "fsdp2", *STAGES, *natives, "onefold-3-codecs", *deepspeed)
-    names = dict.fromkeys((options.model, options.smaller))
-    for precision, name in (
-        (p, n) for p in ("bf16", "fp32") for n in names if p in options.precisions
-    ):
-        title = f"{name}, {precision}, {options.tokens:,} tokens a rank"
-        last = precision == "fp32" and name == options.model
-        one, many = setting(1, name, precision), setting(gpus, name, precision)
-        if gpus > 1:
-            yield (
-                "fp32" if last else "ranks",
-                Comparison(f"{gpus} ranks: {title}", many, together, "ddp"),
-            )
-        case = Comparison(f"World size 1: {title}", one, alone, "plain", GOAL)
-        yield "fp32" if last else "step", case
-    for name in ("gpt-tiny",) if options.tiny else ("blocks-2k", "blocks-8k"):
-        tokens = SHAPES[name].seq
-        title = f"Blocks of Llama 3 8B's width, bf16, {gpus} ranks of {tokens:,} tokens"
-        case = setting(gpus, name, tokens=tokens, steps=max(2, options.steps // 2))
-        yield "block", Comparison(title, case, ("plain", "onefold-3"), "plain", trace=True)
-    about = f"{options.model}, bf16, {options.tokens:,} tokens"
-    several = setting(accumulation=2 if options.tiny else 4, steps=max(2, options.steps // 2))
+    native = () if options.tiny else ("onefold-3-native",)
+    found: dict[str, tuple[Setting, tuple[str, ...]]] = {}
+    for blocks in ("gpt-tiny",) if options.tiny else ("blocks-2k", "blocks-8k"):
+        tokens = SHAPES[blocks].seq
+        setting = replace(few, model=blocks, tokens=tokens, ranks=gpus)
+        found[f"block of {tokens}"] = (setting, ("plain", "onefold-3"))
+    if gpus > 1:
+        sides = ("ddp", "fsdp2", *STAGES, *native, "onefold-3-codecs")
+        found["ranks"] = (replace(one, ranks=gpus), sides)
+    for precision in ("bf16", "fp32"):
+        found[f"step in {precision}"] = (
+            replace(one, precision=precision),
+            ("plain", "fsdp2", *STAGES),
+        )
     host = ("plain", "onefold-2-cpu", "onefold-2-cpu-behind", "onefold-3-cpu-param", "fsdp2-cpu")
-    host += ("deepspeed-2-cpu", "deepspeed-3-cpu-param")
-    title = f"State on the host: {about}, {several.accumulation} micro-batches"
-    yield "host", Comparison(title, several, host, "plain", trace=True)
-    tight = ("plain", "onefold-3", "onefold-3-activations")
-    title = f"Activations on the host: {about}"
-    yield "memory", Comparison(title, setting(), tight, "plain")
-    nvme = (
-        "onefold-3",
-        *host[1:4],
-        "onefold-3-nvme",
-        "onefold-3-nvme-behind",
-        "onefold-3-nvme-param",
-    )
-    for micro in options.accumulations:
-        title = f"State off the device: {about}, {micro} micro-batches"
-        case = setting(accumulation=micro, steps=max(3, options.steps // micro))
-        yield "offload", Comparison(title, case, ("plain", *nvme, *host[4:]), "plain", trace=True)
+    found["host"] = (replace(few, accumulation=4), host)
+    found["memory"] = (one, ("plain", "onefold-3", "onefold-3-activations"))
+    return found
 
 
-def table(comparison: Comparison, turns: Sequence[Turn], absent: set[str]) -> Table:
-    """A row of each side, as far as its turns have come; "!" behind a multiple of a stage that is over
-    the goal.
+# -- a rank ----------------------------------------------------------------------------------------
+
+
+def join(job: dict[str, Any]) -> None:
+    launch.join(job, job["setting"]["device"])
+
+
+def measure(job: dict[str, Any]) -> int:
+    """Every side in every round, each a line of a file at once."""
+    setting = Setting(**job["setting"])
+    for number, side in harness.in_turns(job["sides"], job["rounds"]):
+        watch = Profile(setting, job) if job["profiled"] else None
+
+        def made(setting: Setting, side: str = side) -> trainers.Trainer:
+            model = gpt.build(setting.model, device=setting.device)
+            if side not in FURTHER:
+                return offload.build(side, setting, model)
+            return trainers.Onefold(setting, model, 3, **FURTHER[side])
+
+        torch.cuda.empty_cache()  # what the side before has left
+        error, found = "", {}
+        try:
+            found = training.measured(job, setting, made, watch=watch)
+        except Exception as raised:
+            error = f"{type(raised).__name__}: {str(raised)[:300]}"
+        every: list[Any] = [None] * job["ranks"]
+        dist.all_gather_object(every, (error, found))
+        error = "; ".join(f"rank {r}: {e}" for r, (e, _) in enumerate(every) if e)
+        run = Run(side, number, "failed" if error else "ok", [f for _, f in every], error)
+        if job["rank"] == 0:
+            with Path(job["lines"]).open("a", encoding="utf-8") as file:
+                file.write(json.dumps(run.to_json()) + "\n")
+    return job["rounds"]
+
+
+class Profile(training.Watch):
+    """Seconds of GPU work of one more step: communication and copies, how much of it nothing hid,
+    copies of pageable memory, and idle.
     """
-    setting = comparison.setting
-    runs = [Run(t["side"], t["round"], t["status"], [t], t.get("error", "")) for t in turns]
-    base = harness.by_round(runs, comparison.to)
-    their_peak = harness.over_rounds(base.values(), "peak_mib")
+
+    def __init__(self, setting: Setting, job: dict[str, Any]) -> None:
+        self.setting, self.rank = setting, job["rank"]
+
+    def built(self, trainer: trainers.Trainer) -> None:
+        self.trainer = trainer
+
+    def found(self) -> dict[str, float]:
+        from onefold.observe.trace import covered
+
+        with torch.profiler.profile() as seen:
+            self.trainer.step(gpt.batches(self.setting, 0, self.rank))
+        moving, computing, pageable = [], [], []
+        for event in seen.events() or ():
+            # What somebody has named stands on the GPU's time line too, around its pieces of work
+            if event.device_type.name != "CUDA" or event.is_user_annotation:
+                continue
+            name, span = event.name.lower(), (event.time_range.start, event.time_range.end)
+            moves = "nccl" in name or name.startswith(("memcpy dtoh", "memcpy htod", "memcpy ptop"))
+            (moving if moves else computing).append(span)
+            pageable += [span] if "pageable" in name else []
+        both = [*moving, *computing]
+        busy, whole = covered(both), max((end for _, end in both), default=0.0)
+        whole -= min((start for start, _ in both), default=0.0)
+        found = {"moving_s": covered(moving), "exposed_s": busy - covered(computing)}
+        found |= {"pageable_s": covered(pageable), "idle_s": whole - busy}
+        return {name: microseconds / 1e6 for name, microseconds in found.items()}
+
+
+# -- the command -----------------------------------------------------------------------------------
+
+
+def compared(
+    name: str, setting: Setting, sides: tuple[str, ...], rounds: int, timeout: float
+) -> Row:
+    """What the turns of a comparison have found, those of one that was cut off too."""
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        lines = Path(folder, "turns.jsonl")
+        job = {"setting": asdict(setting), "sides": sides, "lines": str(lines)}
+        job |= {"rounds": rounds, "profiled": name.startswith(PROFILED)}
+        ended = launch.run_ranks("benchmarks.gpu", job, setting.ranks, timeout=timeout)
+        text = lines.read_text(encoding="utf-8") if lines.exists() else ""
+    runs = [Run(**json.loads(line)) for line in text.splitlines(keepends=True) if line[-1] == "\n"]
+    base = harness.by_round(runs, sides[0])
 
     def row(_: str, good: list[Run]) -> Row:
-        timed = harness.timings(good, base)
-        peak = harness.over_rounds(good, "peak_mib")
-        traces = [run.ranks[0]["trace"] for run in good if run.ranks[0].get("trace")]
-        return {
-            **timed,
-            "tokens_a_second": setting.tokens_a_step / timed["step_s"],
-            "tflops": flops(setting) / timed["step_s"] / 1e12,
-            "peak_mib": peak,
-            "larger": peak / their_peak if peak and their_peak else None,
-            "rest_mib": harness.over_rounds(good, "rest_mib"),
-            "host_mib": harness.over_rounds(good, "host_mib"),
-            "loss_difference": harness.loss_difference(good, base),
-            **(of_trace(traces[-1]) if traces else {}),
-        }
+        moved = {name: harness.over_rounds(good, name) for name in MOVED}
+        return {**training.row(setting, good, base), **moved}
 
-    def marked(name: str) -> Cell:
-        def cell(row: Row) -> str:
-            over = comparison.goal and row["side"] in STAGES and (row[name] or 0) > comparison.goal
-            return shown(name, "{:.3f}")(row) + ("!" if over else "")
-
-        return cell
-
-    columns: Columns = {
-        "side": shown("side"),
-        "step ms": shown("step_s", "{:.1f}", 1e-3),
-        f"time × {comparison.to}": marked("ratio"),
-        "tokens/s": shown("tokens_a_second", "{:,.0f}"),
-        "TFLOP/s a rank": shown("tflops", "{:.1f}"),
-        "peak MiB": shown("peak_mib", "{:,.0f}"),
-        f"peak × {comparison.to}": marked("larger"),
-        "rest MiB": shown("rest_mib", "{:,.0f}"),
-        "host MiB": shown("host_mib", "{:,.0f}"),
-        "loss difference": shown("loss_difference", "{:.1e}"),
-        "rounds": shown("rounds"),
-    }
-    if comparison.trace:
-        columns = {
-            **columns,
-            "comm + copies ms": shown("comm_s", "{:.1f}", 1e-3),
-            "of it hidden": shown("hidden", "{:.0%}"),
-            "exposed ms": shown("exposed_s", "{:.1f}", 1e-3),
-            "pinned": shown("pinned", "{:.0%}"),
-            "idle ms": shown("idle_s", "{:.1f}", 1e-3),
-        }
-    found = {row["side"]: row for row in harness.rows_of(runs, row)}
-    lines = []
-    for side in comparison.sides:
-        missing = {"side": side, "status": "not installed" if side in absent else "not reached"}
-        lines.append(cells(columns, found.get(side) or missing))
-    return Table(comparison.title, list(columns), lines)
-
-
-def flops(setting: Setting) -> float:
-    """Floating-point operations of a rank's forward and backward passes in a step: 6 a parameter and
-    token, and half of what attention computes, since the rest is masked (Chowdhery et al. 2022, PaLM,
-    appendix B).
-    """
-    shape, tokens = SHAPES[setting.model], setting.tokens * setting.accumulation
-    whole = 6.0 * count_parameters(setting.model) + 6.0 * shape.layers * shape.width * shape.seq
-    return tokens * whole
-
-
-def of_trace(seen: dict[str, float]) -> Row:
-    """Communication and copies of a step: their hidden, exposed and pinned part; idle time."""
-    copies, moving = seen["pinned_s"] + seen["pageable_s"], seen["comm_s"]
+    rows = harness.rows_of(runs, row)
     return {
-        "comm_s": moving,
-        "hidden": seen["both_s"] / moving if moving else None,
-        "exposed_s": moving - seen["both_s"],
-        "pinned": seen["pinned_s"] / copies if copies else None,
-        "idle_s": seen["idle_s"],
+        "error": "",
+        **ended,
+        "setting": asdict(setting),
+        "rows": rows,
+        "runs": [r.to_json() for r in runs],
     }
 
 
-def taken(comparison: Comparison, options: Options, report: Report, name: str) -> None:
-    """Let the sides take turns, and report after each."""
-    absent = launch.absent(comparison.sides, options)
-    sides = [side for side in comparison.sides if side not in absent]
-
-    def show(turns: list[Turn]) -> None:
-        report.put(name, table(comparison, turns, absent), list(turns))
-
-    job = {"rounds": options.rounds}
-    if comparison.trace:
-        job["trace"] = str(options.output.resolve())
-    show(take_turns(comparison.setting, sides, options, report.left, show, **job))
-    print(f"# {comparison.title}: {options.seconds - report.left():.0f} s by now", file=sys.stderr)
-
-
-# -- the other chapters ------------------------------------------------------------------------------
-
-
-def check(options: Options, report: Report) -> tuple[Table, Outcomes]:
-    """`onefold doctor --check`; its JSON is kept too."""
-    table = Table("onefold doctor --check", ("check", "found", "seconds", "said"))
-    options.output.mkdir(parents=True, exist_ok=True)
-    file = options.output / "gpu-check.json"
-    command = [sys.executable, "-m", "onefold", "doctor", "--check"]
-    command += ["--device", options.device, "--json"]
-    how: dict[str, Any] = {"cwd": ROOT, "env": launch.environment(options.threads)}
-    how |= {"capture_output": True, "text": True, "timeout": options.timeout, "check": False}
-    try:
-        done = subprocess.run(command, **how)
-    except subprocess.TimeoutExpired:
-        error = f"not finished after {options.timeout:.0f} s"
-        return table, [{"side": "check", "status": "timeout", "error": error}]
-    if done.returncode not in (0, 1) or not done.stdout:
-        error = (done.stderr or done.stdout)[-600:]
-        return table, [{"side": "check", "status": "failed", "error": error}]
-    file.write_text(done.stdout)
-    found = json.loads(done.stdout)
-    for c in found["checks"]:
-        table.add(c["name"], c["status"], f"{c['seconds']:.1f}", c["said"])
-    wrong = [f"{c['name']}: {c['said']}" for c in found["checks"] if c["status"] == "wrong"]
-    outcome = {"side": "check", "status": "failed" if wrong else "ok", "error": "\n".join(wrong)}
-    return table, [{**outcome, "report": found}]
-
-
-SINGLE: dict[str, Callable[[Options, Report], tuple[Table, Outcomes]]] = {
-    "check": check,
-    "communicators": lambda options, report: communicators.chapter(options),
-    "codecs": lambda options, report: codecs.chapter(options),
-}
-TINY = {"device": "cpu", "model": "gpt-tiny", "smaller": "gpt-tiny", "tokens": 64, "steps": 2}
-TINY |= {"rounds": 1, "threads": 1}
-BOTH = list(PRECISIONS)
+def check(device: str) -> Row:
+    """`onefold doctor --check`."""
+    command = [sys.executable, "-m", "onefold", "doctor", "--check", "--device", device, "--json"]
+    env = launch.environment(8)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    status = "failed" if done.returncode else "ok"
+    return {"status": status, "error": done.stderr[-600:], **json.loads(done.stdout or "{}")}
 
 
 @harness.command(
@@ -307,47 +198,40 @@ BOTH = list(PRECISIONS)
     __doc__,
     rounds=2,
     steps=8,
-    threads=8,
     timeout=240.0,
-    deepspeed_python=sys.executable,
-    only=(list(USUAL), "chapters", CHAPTERS),
-    seconds=(570.0, "no turn goes on beyond that"),
+    seconds=(570.0, "no comparison goes on beyond that"),
+    only=([], "the beginning of comparisons", str),
     model=("gpt-1b", "which GPT", SHAPES),
-    smaller=("gpt-110m", "the other model of `step` and `ranks`", SHAPES),
-    tokens=(8192, "tokens a rank and micro-batch"),
-    precisions=(BOTH, "what is computed in", BOTH),
-    accumulations=([1, 8], "micro-batches a step of `offload`"),
-    disk=(Path.cwd(), "a folder on the disk for state on NVMe"),
-    deepspeed_adam=(False, "DeepSpeedCPUAdam in place of torch's AdamW: it needs a compiler"),
-    device=("cuda", "cpu: a rehearsal of the script itself", ["cuda", "cpu"]),
     tiny=(False, "every row with a tiny model on a CPU, several GPUs being two ranks over gloo"),
 )
 def main(options: Options) -> int:
     """0 when every turn ended well or there is no GPU, else 1."""
-    if options.tiny:
-        vars(options).update(TINY)
-    if options.device == "cuda" and not torch.cuda.is_available():
+    device, failed = "cpu" if options.tiny else "cuda", 0
+    if device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing was measured")
         return 0
-    report, comparisons = Report(options), list(compared(options))
+    deadline, found = time.monotonic() + options.seconds, {}
+    cases = comparisons(options)
     with harness.stoppable():
-        for name in options.only:
-            if name in SINGLE and report.left() > 0:
-                options.timeout = min(options.timeout, max(10.0, report.left()))
-                report.put(name, *SINGLE[name](options, report))
-            for number, (chapter, comparison) in enumerate(comparisons):
-                if chapter == name:
-                    taken(comparison, options, report, f"{name} {number}")
-        report.write(finished=True)
-    asked = [o for name, part in report.outcomes.items() for o in part]
-    failed = [outcome for outcome in asked if outcome["status"] != "ok"]
-    for outcome in failed:
-        print(f"{outcome['side']} {outcome['status']}: {outcome['error']}\n", file=sys.stderr)
-    gpu, over = report.head["machine"]["gpu"], f'"!": over the goal of {GOAL} × plain PyTorch'
-    print(f"\nmeasured on {gpu}; {over}\n")
-    for table in report.tables.values():
-        pages.show(str(table))
-    return int(bool(failed))
+        for name in ("check", *cases, "codecs"):
+            left = deadline - time.monotonic()
+            if left < 5 or not name.startswith(tuple(options.only) or ""):
+                continue
+            if name == "check":
+                seen = check(device)
+            elif name == "codecs":
+                rates = codecs.measured(device, 1 << (20 if options.tiny else 28), 5)
+                seen = {"status": "ok", "error": "", "rates": rates}
+            else:
+                seen = compared(name, *cases[name], options.rounds, min(options.timeout, left))
+            found[name] = seen
+            gpu = torch.cuda.get_device_name() if device == "cuda" else device
+            harness.keep(options, "onefold-gpu/3", gpu=gpu, found=found)
+            print(f"\n{name}: {seen['status']} {seen['error']}")
+            rows = seen.get("rows", [])
+            pages.show(pages.table(COLUMNS, rows) if rows else "")
+            failed += any(each["status"] != "ok" for each in (seen, *rows))
+    return int(failed > 0)
 
 
 if __name__ == "__main__":

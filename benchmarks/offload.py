@@ -4,7 +4,7 @@ same data and the same ranks.
     python -m benchmarks offload --disk FOLDER --deepspeed-python PYTHON    # three rounds at two batch sizes, an hour or so
     python -m benchmarks offload --quick                                    # one round of 256 tokens, some minutes
     python -m benchmarks offload --only-large --disk FOLDER                 # models too large for their memory, states on disk
-    python benchmarks/gpu.py --only offload                                 # the same question on one CUDA GPU
+    python benchmarks/gpu.py --only host                                    # the same question on one CUDA GPU
 
 A *side* is a library with its state in a certain place. On CPU ranks device and host are the same
 memory: what is measured is what moving state costs in software, what the engine holds on which tier,

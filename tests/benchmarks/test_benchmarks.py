@@ -46,7 +46,7 @@ SMALLEST = {
     "predicted": "--model llama:tiny --only 'states on NVMe'",
     "nvme": "{folder} --mib 32 --rounds 1",
     "codecs": "--device cpu --elements 65536 --rounds 1",
-    "gpu": "--tiny --only check block communicators ranks host memory codecs --precisions bf16 --disk {folder}",
+    "gpu": "--tiny --rounds 1 --steps 2",
 }
 
 
@@ -91,7 +91,9 @@ def test_the_smallest_run_measures_every_side_and_leaves_nothing(name: str, tmp_
     assert str(tmp_path) not in document["command"] and document.get("finished", True)
     bad = set(found_in(document, "status")) - {"ok", "not installed", "left out"}
     assert not bad, document
-    off = [d for d in found_in(document, "loss_difference") if d is not None and d >= 1e-5]
+    # Autocast and bf16 weights, which gpu.py compares too, are other numbers
+    alike = document["found"]["step in fp32"] if name == "gpu" else document
+    off = [d for d in found_in(alike, "loss_difference") if d is not None and d >= 1e-5]
     assert not off, f"losses differ by {off}"
     if name == "wires":
         (row,) = document["comparisons"][0]["rows"]

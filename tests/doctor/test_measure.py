@@ -33,7 +33,7 @@ def test_ranks_measure_together_and_agree(count: int) -> None:
     assert all(other["gpu"] == found["gpu"] for other in others)
     assert found["gpu"].keys() == {"attainable", "fp32", "bf16", "memory_bandwidth", "link"}
     assert all(value > 0 for value in found["gpu"].values())
-    assert found["kernel_share"] > 0 <= found["hop_seconds"] and 0 <= found["contention"] <= 1
+    assert found["kernel_share"] > 0 <= found["hop_seconds"] and found["contention"] >= 0
 
 
 def test_a_disk_is_measured_and_left_as_it_was_also_where_it_is_full(

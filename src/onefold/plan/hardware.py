@@ -125,8 +125,9 @@ class Machine:
         ranks, per_node: processes in all, and in one node.
         between: the link between nodes; None on a single node.
         host: a node's host.
-        contention: the share of a second that computing loses to each hidden second of
-            communication (0: separate engines; 1: the same cores).
+        contention: seconds that a step becomes longer by for each second of moves hidden behind
+            computing (0: separate engines; 1: the same cores; more where moves that compete for
+            the cores reach less of their link).
         software: what software reaches of these rates.
         shared: the device is a CPU: its memory is the host's, and copies stay within memory.
         is_timed: its speeds are known, from the table or measured.

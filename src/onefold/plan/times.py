@@ -21,7 +21,7 @@ pairwise on gloo. Reductions are pairwise, and rings if NCCL adds (reduce="nativ
 a tree, which has fewer hops, or add inside the switch: no reduction is counted as faster than a ring.
 
 If the device is a CPU, the computing cores make copies and moves: each hidden second of a move costs
-computing the share `contention` of a second.
+computing `contention` seconds.
 """
 
 from __future__ import annotations
