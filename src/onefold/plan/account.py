@@ -310,7 +310,6 @@ def peak_of(program: Program, activity: Activity, fragmented: float) -> dict[str
 # Ordered sums and codecs send to every peer; native sums (reduce="native") do not. The engine makes
 # its communicators as `onefold.comm.communicators.communicators_of` counts them. The script's own process
 # group is not counted: it takes a communicator more once the script uses it on the device.
-# The chapter `communicators` of benchmarks/gpu.py measures all of these.
 
 CONTEXT, COMMUNICATOR, CHANNEL, NETWORK = 640 << 20, 512 << 20, 14 << 20, 512 << 20
 #: Bytes/s of one NVLink in one direction, from the second generation on.
