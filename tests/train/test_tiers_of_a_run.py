@@ -4,6 +4,8 @@ in a sentence, told at the start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import onefold
 from onefold import Tier
 from onefold.processes.ranks import Ranks
+from onefold.train import prepare as prepare_module
 from onefold.train.config import resolve
 from onefold.train.launch import check_early
 from onefold.train.prepare import Run, prepare
@@ -78,7 +81,9 @@ def test_a_folder_that_is_not_there_is_told_before_anything_starts(tmp_path: Pat
         check_early(resolve({"nvme": [str(tmp_path), str(tmp_path / "absent")]}))
 
 
-def prepared(tmp_path: Path, **given: Any) -> Run:
+def prepared(
+    tmp_path: Path, note: Callable[[str], object] = lambda line: None, **given: Any
+) -> Run:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     plain = {
         "model": "llama:tiny",
@@ -89,7 +94,7 @@ def prepared(tmp_path: Path, **given: Any) -> Run:
         "eval_every": 0,
     }
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
-    return prepare(resolve({**plain, **given}), alone, lambda line: None)
+    return prepare(resolve({**plain, **given}), alone, note)
 
 
 def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> None:
@@ -104,6 +109,20 @@ def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> Non
     assert "nvme" in facts["recipe"] and "on NVMe" in facts["reason"] and planned > 0
     engine = onefold.engine_of(run.model)
     assert engine.on_disk and abs(sum(engine.transfers.disk.now().values()) - planned) < planned
+
+
+def test_a_host_without_room_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, whose memory is not the host's."""
+    real = prepare_module.machine_here
+    monkeypatch.setattr(prepare_module, "free_host_memory", lambda: 1000)
+    monkeypatch.setattr(
+        prepare_module, "machine_here", lambda *here: replace(real(*here), shared=False)
+    )
+    said = list[str]()
+    prepared(tmp_path, said.append, offload_optimizer="cpu")
+    assert any("the host has no room for " in line for line in said), said
 
 
 def test_a_disk_without_room_is_a_sentence_and_no_traceback(

@@ -143,7 +143,7 @@ class Choice:
         planned: the chosen stage in the plan, None if the model could not be traced.
         flops_per_token: model FLOPs. peak_flops: measured FLOP/s of a rank's hardware, None if
             nobody measured it.
-        notes: assumptions of the plan.
+        notes: where the figures are not quite those of the run, or the host has no room.
     """
 
     stage: int
@@ -252,7 +252,7 @@ def _planned(
         chosen,
         found.model.flops_per_token(job.seq),
         machine.peak(job.precision or "fp32") if machine.is_timed else None,
-        (*notes, *found.notes, *found.assumptions),
+        tuple(notes),
     )
 
 
@@ -330,6 +330,8 @@ def prepare(
         model.config.use_cache = False
     note("planning: what each stage would hold")
     choice = ranks.on_first(lambda: choose(model, config, ranks, int(free)))
+    for said in choice.notes:
+        note(said)
     global_batch = config.global_batch or choice.micro_batch * parts
     order = data.order(global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS

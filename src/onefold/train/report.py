@@ -275,7 +275,6 @@ def describe(run: Run) -> Row:
         "needed": {str(stage): size for stage, size in choice.needed.items()},
         "predicted": planned.account.to_json() if planned is not None else None,
         "mesh": planned.to_json() if planned is not None and mesh else None,
-        "notes": list(choice.notes),
         "recipe": run.recipe.describe(),
         "tiers": {row: getattr(run.recipe, row).tier.value for row in rows},
         "wires": config.arguments(NODES),
