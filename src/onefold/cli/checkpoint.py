@@ -169,6 +169,11 @@ def diff_command(
     with contextlib.closing(_opened(first)) as one, contextlib.closing(_opened(second)) as other:
         ours = one.form == other.form == "Onefold"
         parts = [part for part in PARTS if part in chosen and (ours or part not in OWN)]
+        if not parts:
+            raise ValueError(
+                f"--only {' --only '.join(chosen)}: only checkpoints of Onefold say that, and"
+                f" {first if one.form != 'Onefold' else second} is none; compare weights or optimizer."
+            )
         elements = sum(numel_of(stored.shape) for stored in one.items().values())
         with progress(f"comparing {first.name} and {second.name}", elements, as_json) as advance:
             rows = differences(
