@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from onefold.train.launch import _Signals
 from onefold.train.loop import Row
 from onefold.train.report import Console, json_lines
 from onefold.train.worker import Rank, run_rank
+from onefold.wording import TrainError
 from ranks import outcomes_of, run_ranks
 from started_runs import (
     JOB,
@@ -199,6 +201,31 @@ def test_a_rank_that_computes_when_another_goes_says_so_and_ends(
         "rank 1 ends while computing: it cannot go on alone",
     ):
         assert words in said.read_text(), said.read_text()
+
+
+def speaks_slowly(folder: str) -> None:
+    """A rank that reports why it fails, while the timer that was to end it runs out."""
+    os.environ[CONTROL] = folder
+    said = Path(folder, "said")
+    sys.stderr = said.open("w")
+    me = Rank(resolve({**JOB, "output": folder}))
+    speak = me._say
+
+    def slowly(error: BaseException) -> None:
+        threading.Thread(target=me.fail, args=(TrainError("late"),), daemon=True).start()
+        time.sleep(1.0)
+        speak(error)
+
+    me._say = slowly  # type: ignore[method-assign]
+    me.fail(TrainError("the reason"))
+
+
+def test_a_rank_that_is_reporting_is_not_ended_by_the_timer_in_the_midst_of_it(
+    tmp_path: Path,
+) -> None:
+    (outcome,) = outcomes_of(1, speaks_slowly, str(tmp_path))
+    assert outcome.exitcode == 1, outcome
+    assert (tmp_path / "said").read_text() == "error: the reason\n"
 
 
 def fails_behind_its_claim(folder: str, output: str | None) -> None:

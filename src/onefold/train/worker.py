@@ -95,6 +95,7 @@ class Rank:
         self.claim: Claim | None = None
         self.doing = "joining the other ranks"
         self.run: Run | None = None
+        self._failing = threading.Lock()  # never released: this process ends
 
     def watch(self, ranks: Ranks) -> None:
         """Start to watch for ranks that go. Collective."""
@@ -113,6 +114,8 @@ class Rank:
 
     def fail(self, error: BaseException) -> None:
         """Report what went wrong, once per machine, and end this process."""
+        # The timer may come while the main thread reports: that may be said to its end
+        self._failing.acquire(timeout=PATIENCE)
         with contextlib.suppress(OSError):  # nobody may read it any more
             if self.stop.speak_first():
                 # Not for a CheckpointError: a rank may have gone during the save, so restart
