@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from onefold.cli.options import Json, option
-from onefold.cli.show import answered, show
+from onefold.cli.show import answered, busy, show
 
 #: Prefixes of the environment variables that a check's report lists.
 TOLD = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "TRITON_")
@@ -106,11 +106,9 @@ def _calibration(
 
     path, known, note = output or default_path(), None, ""
     if calibrate:
-        from rich.console import Console
-
         from onefold.doctor.calibrate import measure_machine
 
-        with Console(stderr=True, quiet=as_json).status("measuring: about a minute"):
+        with busy("measuring: about a minute", as_json):
             where = disk or Path.cwd()
             known = measure_machine(found, ranks or found["ranks"], where, path)
     else:
