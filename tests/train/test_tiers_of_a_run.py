@@ -111,18 +111,15 @@ def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> Non
     assert engine.on_disk and abs(sum(engine.transfers.disk.now().values()) - planned) < planned
 
 
-def test_a_host_without_room_is_told_before_the_first_step(
+def test_what_the_plan_did_not_count_is_told_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a GPU, whose memory is not the host's."""
-    real = prepare_module.machine_here
-    monkeypatch.setattr(prepare_module, "free_host_memory", lambda: 1000)
+    real, note, said = prepare_module.choose, "on a mesh groups are not counted", list[str]()
     monkeypatch.setattr(
-        prepare_module, "machine_here", lambda *here: replace(real(*here), shared=False)
+        prepare_module, "choose", lambda *given: replace(real(*given), notes=(note,))
     )
-    said = list[str]()
-    prepared(tmp_path, said.append, offload_optimizer="cpu")
-    assert any("the host has no room for " in line for line in said), said
+    prepared(tmp_path, said.append)
+    assert note in said
 
 
 def test_a_disk_without_room_is_a_sentence_and_no_traceback(
