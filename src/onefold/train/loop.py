@@ -454,7 +454,6 @@ def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
     """
     engine, ranks = onefold.engine_of(run.model), run.ranks
     names = [unit.name for unit in engine.units]
-    weights = _bad_units(engine, gradients=False)
     ran: list[str] = []  # the units, as their forward passes ended
     found: list[
         tuple[bool, int, int, str]
@@ -484,12 +483,10 @@ def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
             if (module := unit.module()) is not None:
                 stack.callback(module.register_forward_hook(partial(after, unit.name)).remove)
         forward_backward(run, step)
-    gathered = ranks.gather((weights, found, _bad_units(engine, gradients=True)))
-    if broken := next((name for ours, _, _ in gathered for name in ours), ""):
-        return f"weights of unit {broken!r} are not finite themselves: an earlier update broke them"
-    if places := [place for _, ours, _ in gathered for place in ours]:
+    gathered = ranks.gather((found, _bad_gradients(engine)))
+    if places := [place for ours, _ in gathered for place in ours]:
         return f"the first that was not finite: {min(places)[-1]}"
-    if bad := {name for *_, ours in gathered for name in ours}:
+    if bad := {name for _, ours in gathered for name in ours}:
         last = max(bad, key=names.index)
         return f"the first that was not finite: the gradient of a parameter of unit {last!r}"
     return (
@@ -502,12 +499,11 @@ def _finite(t: torch.Tensor) -> bool:
     return not t.is_floating_point() or bool(torch.isfinite(t.detach()).all())
 
 
-def _bad_units(engine: Engine, gradients: bool) -> list[str]:
-    """Return the units with a non-finite weight or gradient on this rank, in forward order."""
-    out = []
-    with disable_torch_function(), torch.no_grad():
-        for unit in engine.units:
-            tensors = [e.param.grad if gradients else e.param for e in unit.entries]
-            if not all(_finite(t) for t in tensors if t is not None):
-                out.append(unit.name)
-    return out
+def _bad_gradients(engine: Engine) -> list[str]:
+    """Return the units with a gradient that is not finite on this rank, in forward order."""
+    with disable_torch_function():
+        return [
+            unit.name
+            for unit in engine.units
+            if not all(_finite(e.param.grad) for e in unit.entries if e.param.grad is not None)
+        ]
