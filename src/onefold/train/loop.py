@@ -183,13 +183,21 @@ class _Loop:
                 self._ask()
             if self.late:
                 update_unless_bad(run, loss, norm)
-                scale = [scaler._scale] if scaler is not None else []
-                seen.numbers = reading(loss, norm, *scale)
             else:
                 self._judge(seen)
-                update(run, apply="left_out" not in seen.row)
-                if scaler is not None:
-                    seen.row["scale"] = scaler.get_scale()
+                apply = "left_out" not in seen.row
+                if apply and scaler is not None:
+                    scaler.step(run.optimizer)
+                elif apply:
+                    run.optimizer.step()
+            if scaler is not None:
+                scaler.update()
+            run.optimizer.zero_grad()
+            if self.late:
+                scale = [scaler._scale] if scaler is not None else []
+                seen.numbers = reading(loss, norm, *scale)
+            elif scaler is not None:
+                seen.row["scale"] = scaler.get_scale()
             seen.row = {**self._figures(step, seen.tokens), **seen.row}
             if before is not None:
                 self.report(before.row)
@@ -368,29 +376,15 @@ def measure_gradients(run: Run) -> torch.Tensor:
     return onefold.clip_grad_norm_(run.model, run.config.clip or math.inf)
 
 
-def update(run: Run, apply: bool) -> None:
-    """Step if `apply`, and drop the gradients."""
-    if apply and run.scaler is not None:
-        run.scaler.step(run.optimizer)
-    elif apply:
-        run.optimizer.step()
-    if run.scaler is not None:
-        run.scaler.update()
-    run.optimizer.zero_grad()
-
-
 def update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
-    """Step, unless `loss` or the gradients are not finite on some rank, and drop the gradients.
-    The device decides, and the host does not wait for it. Collective.
+    """Step, unless `loss` or the gradients are not finite on some rank. The device decides, and the
+    host does not wait for it. Collective.
     """
     bad = loss.isfinite().logical_not().to(torch.float32)
     onefold.engine_of(run.model).agree_on_overflow(bad)
     if run.scaler is None:
         bad = torch.maximum(bad, norm.isfinite().logical_not().to(torch.float32))
     step_unless(run.optimizer, bad, run.scaler)
-    if run.scaler is not None:
-        run.scaler.update()
-    run.optimizer.zero_grad()
 
 
 def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
