@@ -5,9 +5,9 @@ optimizer, schedule.
 `--micro-batch auto` the largest micro-batch that fits.
 
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. One
-rank uses stage 0, because there is nothing to divide, unless the options need stage 3. A model whose
-code cannot be traced gets the stage that needs least. The plan accounts for offloaded state
-(plan/offloaded.py).
+rank uses stage 0, because there is nothing to divide, unless the options need stage 3 or nothing fits.
+A model whose code cannot be traced gets the stage that needs least. The plan accounts for offloaded
+state (plan/offloaded.py).
 
 With tensor or expert parallelism the plan counts a rank of the mesh.
 """
