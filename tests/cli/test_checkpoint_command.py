@@ -120,6 +120,9 @@ def test_inspect_and_diff_read_what_deepspeed_saved(tmp_path: Path) -> None:
     found = said("inspect", tmp_path / "saved")
     assert (found["form"], found["step"]) == ("DeepSpeed", 3)
     assert said("diff", tmp_path / "saved", tmp_path / "saved")["equal"]
+    for part in ("random", "rest"):
+        answer = refused("diff", tmp_path / "saved", tmp_path / "saved", "--only", part)
+        assert f"--only {part}" in answer
 
 
 def test_what_is_damaged_is_named_with_status_1_and_not_exported(

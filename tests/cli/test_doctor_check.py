@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner, Result
 
@@ -57,3 +58,31 @@ def test_the_table_and_the_json_say_the_same(
         ("collectives", OK, 0.5),
         ("stages", status, 1.25),
     ]
+
+
+def test_a_rank_of_a_launcher_that_shows_nothing_asks_no_gpu_for_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The question alone takes hundreds of megabytes of that GPU, for as long as the rank lives."""
+    asked, seen = list[int](), list[tuple[str, int]]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: asked.append(index) or (1, 2))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Gpu())
+    monkeypatch.setattr(
+        checks, "check_launched", lambda device, gpus: seen.append((device, gpus)) or []
+    )
+    for rank, due in (("1", []), ("0", [0, 1])):
+        launcher = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+        for name, value in launcher.items():
+            monkeypatch.setenv(name, value)
+        result = doctor("--check")
+        assert result.exit_code == 0, result.output
+        assert asked == due and bool(result.stdout) is bool(due), (rank, asked, result.stdout)
+    assert seen == [("cpu", 2)] * 2
+
+
+class Gpu:
+    """What torch says of one."""
+
+    name, major, minor = "a GPU", 9, 0

@@ -60,6 +60,7 @@ def started(folder: str, output: str, **options: Any) -> dict[str, Any]:
         "tokens": [row["tokens"] for row in rows],
         "notes": notes,
         "plan": describe(run),
+        "planned": run.choice.planned,
         "measured": run.measured and (run.measured.rest, run.measured.wire),
         "random": torch.rand(1).item(),
     }
@@ -126,8 +127,9 @@ def test_tensor_parallel_runs_have_the_losses_of_data_parallel_ones_and_resume_a
     plan = first["tp"]["plan"]
     assert (plan["axes"], plan["data_ranks"]) == ("dp 2 × tp 2", 2)
     # Two ranks hold each part of what is divided, four each norm
-    holders = plan["mesh"]["holders"].values()
-    assert (min(holders), max(holders), plan["mesh"]["stage"]) == (2, 4, 3)
+    planned = first["tp"]["planned"]
+    holders = planned.holders.values()
+    assert (min(holders), max(holders), planned.scheme.stage) == (2, 4, 3)
     # What the plan says of the first rank
     assert first["tp"]["measured"] == tuple(plan["predicted"][at] for at in ("rest", "wire"))
 

@@ -50,6 +50,11 @@ def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:
     assert choose(Language(), *asked(stage="1", free=MIB)).stage == 1
 
 
+def test_what_only_higher_stages_do_does_not_hinder_a_lower_one() -> None:
+    config, ranks, free = asked(reduce_at="micro-batch")
+    assert config.recipe(choose(Language(), config, ranks, free).stage).stage == 1
+
+
 # -- onefold.plan.recipe_for -----------------------------------------------------------------------
 
 

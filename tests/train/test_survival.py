@@ -8,11 +8,13 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from onefold.processes.peers import Peer, PeerMonitor
 from onefold.processes.signals import CONTROL, Stop, StopSignal
@@ -20,10 +22,12 @@ from onefold.train.config import resolve
 from onefold.train.launch import _Signals
 from onefold.train.loop import Row
 from onefold.train.report import Console, json_lines
-from onefold.train.worker import Rank
+from onefold.train.worker import Rank, run_rank
+from onefold.wording import TrainError
 from ranks import outcomes_of, run_ranks
 from started_runs import (
     JOB,
+    a_free_port,
     alone,
     left_behind,
     losses_in_ranks,
@@ -197,6 +201,49 @@ def test_a_rank_that_computes_when_another_goes_says_so_and_ends(
         "rank 1 ends while computing: it cannot go on alone",
     ):
         assert words in said.read_text(), said.read_text()
+
+
+def speaks_slowly(folder: str) -> None:
+    """A rank that reports why it fails, while the timer that was to end it runs out."""
+    os.environ[CONTROL] = folder
+    said = Path(folder, "said")
+    sys.stderr = said.open("w")
+    me = Rank(resolve({**JOB, "output": folder}))
+    speak = me._say
+
+    def slowly(error: BaseException) -> None:
+        threading.Thread(target=me.fail, args=(TrainError("late"),), daemon=True).start()
+        time.sleep(1.0)
+        speak(error)
+
+    me._say = slowly  # type: ignore[method-assign]
+    me.fail(TrainError("the reason"))
+
+
+def test_a_rank_that_is_reporting_is_not_ended_by_the_timer_in_the_midst_of_it(
+    tmp_path: Path,
+) -> None:
+    (outcome,) = outcomes_of(1, speaks_slowly, str(tmp_path))
+    assert outcome.exitcode == 1, outcome
+    assert (tmp_path / "said").read_text() == "error: the reason\n"
+
+
+def fails_behind_its_claim(folder: str, output: str | None) -> None:
+    """A rank of a launcher, of a run that cannot start: it learns so once it holds the folder."""
+    os.chdir(folder)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(a_free_port())}
+    run_rank(resolve({**JOB, "model": "no_such_module:build", "output": output}))
+
+
+@pytest.mark.parametrize("output", ["run", None])
+def test_a_run_that_cannot_start_leaves_no_folder_under_a_launcher_either(
+    tmp_path: Path, output: str | None
+) -> None:
+    (outcome,) = outcomes_of(1, fails_behind_its_claim, str(tmp_path), output)
+    assert outcome.exitcode == 1, outcome
+    assert os.listdir(tmp_path) == []
 
 
 # -- signals ---------------------------------------------------------------------------------------

@@ -4,6 +4,8 @@ in a sentence, told at the start.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import onefold
 from onefold import Tier
 from onefold.processes.ranks import Ranks
+from onefold.train import prepare as prepare_module
 from onefold.train.config import resolve
 from onefold.train.launch import check_early
 from onefold.train.prepare import Run, prepare
@@ -78,7 +81,9 @@ def test_a_folder_that_is_not_there_is_told_before_anything_starts(tmp_path: Pat
         check_early(resolve({"nvme": [str(tmp_path), str(tmp_path / "absent")]}))
 
 
-def prepared(tmp_path: Path, **given: Any) -> Run:
+def prepared(
+    tmp_path: Path, note: Callable[[str], object] = lambda line: None, **given: Any
+) -> Run:
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     plain = {
         "model": "llama:tiny",
@@ -89,7 +94,7 @@ def prepared(tmp_path: Path, **given: Any) -> Run:
         "eval_every": 0,
     }
     alone = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
-    return prepare(resolve({**plain, **given}), alone, lambda line: None)
+    return prepare(resolve({**plain, **given}), alone, note)
 
 
 def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> None:
@@ -100,10 +105,21 @@ def test_a_run_has_the_tiers_it_was_asked_for_and_says_so(tmp_path: Path) -> Non
     )
     facts = describe(run)
     planned = sum(facts["predicted"]["offloaded"]["nvme"].values())
-    assert facts["tiers"] == {"parameters": "nvme", "gradients": "nvme", "optimizer": "nvme"}
+    assert run.recipe.gradients.tier is Tier.NVME
     assert "nvme" in facts["recipe"] and "on NVMe" in facts["reason"] and planned > 0
     engine = onefold.engine_of(run.model)
     assert engine.on_disk and abs(sum(engine.transfers.disk.now().values()) - planned) < planned
+
+
+def test_what_the_plan_did_not_count_is_told_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, note, said = prepare_module.choose, "on a mesh groups are not counted", list[str]()
+    monkeypatch.setattr(
+        prepare_module, "choose", lambda *given: replace(real(*given), notes=(note,))
+    )
+    prepared(tmp_path, said.append)
+    assert note in said
 
 
 def test_a_disk_without_room_is_a_sentence_and_no_traceback(

@@ -108,10 +108,9 @@ def every_way(folder: str) -> dict[str, Any]:
     def one(name: str, **options: Any) -> None:
         run, rows, said = ran(ranks, job(root, **{"output": str(root / name), **options}))
         wanted = "loss", "wire_bytes", "wire_bytes_between", "wire_bytes_plain"
-        facts = describe(run)
         found[name] = {
             "rows": [{k: row[k] for k in wanted} for row in rows], "said": said, "stage": run.choice.stage,
-            "reason": run.choice.reason, "wires": facts["wires"], "borders": facts["borders"],
+            "reason": run.choice.reason, "borders": describe(run)["borders"],
         }  # fmt: skip
 
     def refused(name: str, **options: Any) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from onefold.cli.options import Json, option
-from onefold.cli.show import answered, progress, show
+from onefold.cli.show import answered, busy, show
 from onefold.recipe.options import bytes_of
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def verify_command(path: Path_, as_json: Json = False) -> int:
     path, rows, problems = of_run(path), [], []
     for folder in newest_first(path, damaged=True) or [path]:
         begun = time.perf_counter()
-        with progress(f"verifying {folder.name}", _bytes_in(folder), as_json) as advance:
-            found = examine(folder, advance)
+        with busy(f"verifying {folder.name}", as_json):
+            found = examine(folder)
         read = {"bytes": _bytes_in(folder), "seconds": time.perf_counter() - begun}
         state = "damaged" if found else "whole: every checksum agrees"
         rows.append({"name": folder.name, **read, "is": state})
@@ -128,11 +128,8 @@ def export_command(
     from onefold.recipe import COMPUTE_DTYPES
 
     limit, kind = bytes_of("--max-shard", max_shard), COMPUTE_DTYPES.get(dtype or "")
-    with (
-        contextlib.closing(_opened(path)) as source,
-        progress(f"exporting to {target}", None, as_json) as advance,
-    ):
-        export_folder(source, target, kind, limit, advance, beside=beside, overwrite=overwrite)
+    with contextlib.closing(_opened(path)) as source, busy(f"exporting to {target}", as_json):
+        export_folder(source, target, kind, limit, beside=beside, overwrite=overwrite)
         said = source.describe
     files = sorted(p.relative_to(target).as_posix() for p in target.rglob("*") if p.is_file())
     made = {"target": str(target), "bytes": _bytes_in(target), "files": files}
@@ -160,7 +157,6 @@ def diff_command(
     How they were saved (ranks, stage, versions) is shown and is no difference. Exit status 1 if
     they differ.
     """
-    from onefold.checkpoint.tensorfile import numel_of
     from onefold.inspection.diff import OWN, PARTS, differences
 
     chosen = only or (["weights", "optimizer"] if names else PARTS)
@@ -169,12 +165,13 @@ def diff_command(
     with contextlib.closing(_opened(first)) as one, contextlib.closing(_opened(second)) as other:
         ours = one.form == other.form == "Onefold"
         parts = [part for part in PARTS if part in chosen and (ours or part not in OWN)]
-        elements = sum(numel_of(stored.shape) for stored in one.items().values())
-        with progress(f"comparing {first.name} and {second.name}", elements, as_json) as advance:
-            rows = differences(
-                one, other, parts=parts, advance=advance,
-                wanted=lambda name: names is None or fnmatchcase(name, names),
-            )  # fmt: skip
+        if not parts:
+            raise ValueError(
+                f"--only {' --only '.join(chosen)}: only checkpoints of Onefold say that, and"
+                f" {first if one.form != 'Onefold' else second} is none; compare weights or optimizer."
+            )
+        with busy(f"comparing {first.name} and {second.name}", as_json):
+            rows = differences(one, other, parts, lambda name: fnmatchcase(name, names or "*"))
         made = [
             {"from": s.describe, "step": s.step, "created": s.created, **s.saved_by}
             for s in (one, other)

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from onefold.cli.options import Json, option
-from onefold.cli.show import answered, show
+from onefold.cli.show import answered, busy, show
 
 #: Prefixes of the environment variables that a check's report lists.
 TOLD = ("NCCL_", "TORCH_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_NUM_THREADS", "TRITON_")
@@ -56,20 +56,22 @@ def doctor_command(
         raise ValueError("--check and --calibrate: one at a time, each with its own options.")
     if not check and not calibrate and (ranks or disk):
         raise ValueError("--ranks and --disk say how to measure: add --calibrate.")
-    found = facts(device, *ranks_to_start(resolve({"device": device})))
+    start = ranks_to_start(resolve({"device": device}))
     if check:
-        return _check(found, ranks, as_json)
-    return _calibration(found, calibrate, as_json, output, ranks, disk)
+        return _check(device, start, ranks, as_json)
+    return _calibration(facts(device, *start), calibrate, as_json, output, ranks, disk)
 
 
-def _check(found: dict[str, Any], ranks: int | None, as_json: bool) -> int:
+def _check(asked: str, start: tuple[int, str], ranks: int | None, as_json: bool) -> int:
     """Run the checks and show the results. Under a launcher, rank 0 shows them and the other ranks
     return 0.
     """
     from onefold.doctor.checks import WRONG, Outcome, check_here, check_launched
+    from onefold.doctor.facts import facts, place
     from onefold.processes.host import joins
 
-    begun, device, gpus, launched = time.monotonic(), found["device"], len(found["gpus"]), joins(os.environ)
+    begun, launched = time.monotonic(), joins(os.environ)
+    device, gpus = place(asked)
     if ranks is not None and launched:
         raise ValueError(f"--ranks {ranks}: the launcher has said how many.")
     if device == "cuda" and (ranks or 0) > gpus > 1:
@@ -87,7 +89,7 @@ def _check(found: dict[str, Any], ranks: int | None, as_json: bool) -> int:
         "command": " ".join(sys.argv[1:]),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "seconds": round(time.monotonic() - begun, 1),
-        "machine": found,
+        "machine": facts(asked, *start),
         "environment": {n: value for n, value in os.environ.items() if n.startswith(TOLD)},
         "checks": [asdict(row) for row in rows],
         "result": ", ".join(f"{count} {status}" for status, count in told.items()),
@@ -104,11 +106,9 @@ def _calibration(
 
     path, known, note = output or default_path(), None, ""
     if calibrate:
-        from rich.console import Console
-
         from onefold.doctor.calibrate import measure_machine
 
-        with Console(stderr=True, quiet=as_json).status("measuring: about a minute"):
+        with busy("measuring: about a minute", as_json):
             where = disk or Path.cwd()
             known = measure_machine(found, ranks or found["ranks"], where, path)
     else:

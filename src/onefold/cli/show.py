@@ -4,12 +4,12 @@ sentence and an exit status.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import typer
@@ -93,24 +93,8 @@ def answered(command: Callable[..., int]) -> Callable[..., None]:
     return run
 
 
-@contextlib.contextmanager
-def progress(title: str, total: int | None, as_json: bool) -> Iterator[Callable[..., object]]:
-    """Show a progress bar in a terminal. Yields a function to call with (bytes since the last call,
-    total bytes if they have changed).
-    """
-    from rich import progress as rich
+def busy(text: str, as_json: bool) -> AbstractContextManager[object]:
+    """Say in a terminal what is being done, as long as the block runs."""
     from rich.console import Console
 
-    columns = (
-        rich.TextColumn("{task.description}"), rich.BarColumn(), rich.DownloadColumn(binary_units=True),
-        rich.TransferSpeedColumn(), rich.TimeRemainingColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    hidden = as_json or not console.is_terminal
-    with rich.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
-        task = bar.add_task(title, total=total)
-
-        def advance(more: int, of: int | None = None) -> None:
-            bar.update(task, advance=more, total=of if of is not None else total)
-
-        yield advance
+    return Console(stderr=True, quiet=as_json).status(text)

@@ -135,8 +135,6 @@ class DataOrder:
     def __post_init__(self) -> None:
         if self.samples < 1:
             raise TrainError("there are no training samples: give more text or a shorter --seq.")
-        if self.global_batch < 1:
-            raise TrainError(f"global batch {self.global_batch}: expected 1 or more.")
 
     @property
     def samples(self) -> int:

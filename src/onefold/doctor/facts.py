@@ -13,8 +13,17 @@ from onefold.memory import free_host_memory, total_host_memory
 PACKAGES = ("onefold", "torch", "numpy", "safetensors", "transformers", "triton")
 
 
+def place(device: str) -> tuple[str, int]:
+    """Return (where ranks compute, "cuda" or "cpu"; the GPUs here), without a byte of any of them."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return "cuda" if device != "cpu" and gpus else "cpu", gpus
+
+
 def facts(device: str, ranks: int, why: str) -> dict[str, Any]:
-    """Return the facts about this machine as plain values; sizes in bytes.
+    """Return the facts about this machine as plain values; sizes in bytes. On each GPU this process
+    takes what CUDA needs there, until it ends.
 
     Args:
         device: where ranks would compute, "auto", "cpu" or "cuda".
@@ -23,13 +32,12 @@ def facts(device: str, ranks: int, why: str) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    gpus = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+    (kind, count), gpus = place(device), []
+    for index in range(count):
         free, total = torch.cuda.mem_get_info(index)
         about = torch.cuda.get_device_properties(index)
         sort = {"name": about.name, "capability": f"{about.major}.{about.minor}"}
         gpus.append({**sort, "total": total, "free": free})
-    use_cuda = device != "cpu" and bool(gpus)
     known = ("gloo", "nccl", "mpi", "ucc", "xccl") if dist.is_available() else ()
     return {
         "system": f"{platform.system()} {platform.release()}",
@@ -44,8 +52,8 @@ def facts(device: str, ranks: int, why: str) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "gpus": gpus,
         "backends": [b for b in known if getattr(dist, f"is_{b}_available", lambda: False)()],
-        "backend": "nccl" if use_cuda else "gloo",
-        "device": "cuda" if use_cuda else "cpu",
+        "backend": "nccl" if kind == "cuda" else "gloo",
+        "device": kind,
         "ranks": ranks,
         "ranks_why": why,
     }

@@ -1,5 +1,6 @@
 """The check of torch's collectives against sums on the host. Every rank can generate every other
-rank's numbers, so each computes the expected result.
+rank's numbers, so each computes the expected result. They are whole numbers so small that their sums
+are exact in bf16 and in any order.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from onefold.doctor.model import Here, assert_close, assert_nowhere
+from onefold.doctor.model import Here, assert_close
 
 #: Numbers that each rank makes on the host, at most: those of all ranks, for every rank.
 MADE = 1 << 25
@@ -27,20 +28,19 @@ def collectives(here: Here) -> str:
     return f"all results equal what arithmetic says, on {' and '.join(d.type for d in devices)}"
 
 
-def _values(numel: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a rank's contribution, [numel]. Its values have many magnitudes."""
+def _values(numel: int, rank: int, dtype: torch.dtype, most: int) -> torch.Tensor:
+    """Return a rank's contribution, [numel]: whole numbers up to `most`."""
     draw = torch.Generator().manual_seed(1 + 7919 * rank)
-    found = torch.randn(numel, generator=draw, device="cpu")
-    return (found * torch.exp2(torch.randint(-8, 8, (numel,), generator=draw, device="cpu"))).to(
-        dtype
-    )
+    found = torch.randint(-most, most + 1, (numel,), generator=draw, device="cpu")
+    return found.to(dtype)
 
 
 def _check_moves(
     here: Here, backend: str, device: torch.device, numel: int, dtype: torch.dtype
 ) -> None:
     n, rank = here.world_size, here.rank
-    every = [_values(numel * n, r, dtype) for r in range(n)]  # rank r's values, a part per rank
+    # Of rank r a part per rank; bf16 has each whole number up to 256
+    every = [_values(numel * n, r, dtype, max(1, 256 // n)) for r in range(n)]
     mine, part = every[rank].to(device), slice(numel * rank, numel * (rank + 1))
     first, own = [values[:numel] for values in every], [values[part] for values in every]
     of = f"of {numel:,} {str(dtype).removeprefix('torch.')} on {backend} brings wrong numbers"
@@ -66,23 +66,12 @@ def _check_moves(
 
     sums = room(numel)
     dist.reduce_scatter_single(sums, mine.clone())
-    _assert_sum(here, f"reduce-scatter {of}", sums, own)
+    assert_close(here, f"reduce-scatter {of}", sums.cpu(), sum(own))
 
     total = mine.clone()
     dist.all_reduce(total)
-    _assert_sum(here, f"all-reduce {of}", total, every)
+    assert_close(here, f"all-reduce {of}", total.cpu(), sum(every))
 
     sent = mine.clone()
     dist.broadcast(sent, 0)
     assert_close(here, f"broadcast {of}", sent.cpu(), every[0])
-
-
-def _assert_sum(here: Here, what: str, found: torch.Tensor, parts: list[torch.Tensor]) -> None:
-    """Raise AssertionError on every rank unless `found` is the sum of `parts`, within the rounding of any order."""
-    wide = torch.stack([part.double() for part in parts])
-    room = len(parts) * torch.finfo(found.dtype).eps * wide.abs().sum(0)
-    off = (found.cpu().double() - wide.sum(0)).abs()
-    near = bool((off <= room).all())
-    assert_nowhere(
-        here, "" if near else f"{what}: they differ from their sum by more than rounding"
-    )

@@ -38,10 +38,8 @@ Row = dict[str, Any]
 def differences(
     first: Source,
     second: Source,
-    *,
     parts: Collection[str] = PARTS,
     wanted: Callable[[str], bool] = lambda name: True,
-    advance: Callable[[int], object] = lambda n: None,
 ) -> list[Row]:
     """Return a row for each tensor and each other value that differs between two sources: part, where,
     first and second (a value; of a tensor dtype and shape; "absent"). Of tensors of one shape also
@@ -51,7 +49,6 @@ def differences(
     Args:
         parts: those in `OWN` are in Onefold's checkpoints only.
         wanted: returns, for the name of a parameter, whether to compare its tensors and scalars.
-        advance: called with the number of elements compared since its last call.
 
     Raises:
         CheckpointError: one of the sources cannot be read, or is damaged.
@@ -66,7 +63,7 @@ def differences(
         assert item is not None
         values: Row = {}
         if a and b and first.stored(a).shape == second.stored(b).shape:
-            values = _values(first, second, a, b, advance)
+            values = _values(first, second, a, b)
         if values or one != other:
             row = {"part": kinds[item.kind], "where": str(item), "first": one, "second": other}
             rows.append(row | values)
@@ -104,9 +101,7 @@ def _same(source: Source, item: Item, other: Source) -> Item | None:
     return None
 
 
-def _values(
-    first: Source, second: Source, a: Item, b: Item, advance: Callable[[int], object]
-) -> Row:
+def _values(first: Source, second: Source, a: Item, b: Item) -> Row:
     """Return how the values of two tensors of one shape differ; {} if they are the same."""
     stored, numel = first.stored(a), numel_of(first.stored(a).shape)
     dtype = stored.dtype if stored.dtype == second.stored(b).dtype else torch.float64
@@ -116,7 +111,6 @@ def _values(
         x, y = (torch.empty(stop - start, dtype=dtype, device="cpu") for _ in range(2))
         first.read(a, start, stop, x)
         second.read(b, start, stop, y)
-        advance(len(x))
         if bytes_of(x) == bytes_of(y):
             continue
         # Integers above 2^53 are rounded; a complex number counts by its modulus

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +28,6 @@ from onefold.checkpoint.values import decode
 from onefold.reading import open_regular
 from onefold.wording import few, in_words
 
-Advance = Callable[[int], object]
 #: (a tensor, one of its pieces in a file).
 Inside = tuple[Record, StoredPiece]
 
@@ -43,12 +41,9 @@ class Problem:
     what: str
 
 
-def examine(folder: Path | str, advance: Advance = lambda n: None) -> list[Problem]:
+def examine(folder: Path | str) -> list[Problem]:
     """Read and check every byte of the checkpoint in `folder`. Returns all that differs from what was
     saved. If its manifest is damaged, nothing else can be checked.
-
-    Args:
-        advance: called, from several threads, with the bytes of tensors read since its last call.
 
     Raises:
         CheckpointError: it is not a checkpoint, or it is of another version.
@@ -70,7 +65,7 @@ def examine(folder: Path | str, advance: Advance = lambda n: None) -> list[Probl
         for name, within in inside.items():
             try:
                 _check(source, name)
-                wrong = pool.map(partial(_wrong_in, source, advance), within)
+                wrong = pool.map(partial(_wrong_in, source), within)
                 for (record, _), what in zip(within, wrong, strict=True):
                     found += [Problem(name, str(record.item), what)] if what else []
             except (CheckpointError, OSError) as error:
@@ -95,7 +90,7 @@ def _check(source: FolderSource, name: str) -> None:
             source.compare(name, hashlib.file_digest(file, "sha256").hexdigest())
 
 
-def _wrong_in(source: FolderSource, advance: Advance, inside: Inside) -> str:
+def _wrong_in(source: FolderSource, inside: Inside) -> str:
     """Return what is wrong with a piece; "" if nothing is."""
     record, piece = inside
     dtype, numel = DTYPES[record.dtype], piece.where.numel
@@ -106,5 +101,4 @@ def _wrong_in(source: FolderSource, advance: Advance, inside: Inside) -> str:
             source.read_piece(record, piece, start, start + out.numel(), out)
         except DamagedCheckpoint as error:
             return str(error)
-        advance(out.nbytes)
     return ""

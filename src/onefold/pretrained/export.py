@@ -404,7 +404,6 @@ def export_folder(
     folder: StrPath,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    progress: Callable[[int, int], object] | None = None,
     *,
     beside: StrPath | None = None,
     overwrite: bool = False,
@@ -418,7 +417,6 @@ def export_folder(
         dtype: dtype of floating-point parameters in the files; None for the checkpoint's own, which
             is that of its master weights.
         max_shard_bytes: as for `export`.
-        progress: called for each tensor that has been read, with (its bytes, the bytes of all).
         beside: the folder with config.json and the tokenizer's files; None for the source's own.
         overwrite: as for `export`.
 
@@ -434,10 +432,7 @@ def export_folder(
         )
 
     def read(item: Item, to: torch.dtype) -> Tensor:
-        whole = source.whole(item).to(to)
-        if progress is not None:
-            progress(whole.nbytes, size)
-        return whole
+        return source.whole(item).to(to)
 
     outline, origins = Outline(), dict[str, Origin]()
     others = source.other_names()
@@ -453,7 +448,6 @@ def export_folder(
         raise CheckpointError("there is no parameter in it to export.")
     twin = _twin(near, outline) if near is not None and known else None
     tensors = plan(outline, origins, twin, dtype, tied_once=known)
-    size = sum(tensor.like.nbytes for tensor in tensors.values())
 
     def small(there: Path) -> None:
         if near is not None:

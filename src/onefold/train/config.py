@@ -276,9 +276,12 @@ class TrainConfig(_RecipeOptions):
         """Return the recipe of the run at `stage`. Raises ValueError if there is no such recipe."""
         from onefold.recipe import Recipe
 
+        given = self.arguments()
+        if self.stage == "auto" and stage < 2:  # it is about stages 2 and 3, as in a plan
+            given.pop("reduce_at", None)
         # "auto" is left only for a model that is not downloaded yet. No other option depends on it.
         precision: Precision = "bf16" if self.precision == "auto" else self.precision
-        return Recipe.zero(stage, precision=precision, **self.arguments())
+        return Recipe.zero(stage, precision=precision, **given)
 
     def arguments(self, *panels: str) -> dict[str, Any]:
         """Return the arguments of `Recipe.zero` that differ from their defaults, of these panels or

@@ -183,13 +183,21 @@ class _Loop:
                 self._ask()
             if self.late:
                 update_unless_bad(run, loss, norm)
-                scale = [scaler._scale] if scaler is not None else []
-                seen.numbers = reading(loss, norm, *scale)
             else:
                 self._judge(seen)
-                update(run, apply="left_out" not in seen.row)
-                if scaler is not None:
-                    seen.row["scale"] = scaler.get_scale()
+                apply = "left_out" not in seen.row
+                if apply and scaler is not None:
+                    scaler.step(run.optimizer)
+                elif apply:
+                    run.optimizer.step()
+            if scaler is not None:
+                scaler.update()
+            run.optimizer.zero_grad()
+            if self.late:
+                scale = [scaler._scale] if scaler is not None else []
+                seen.numbers = reading(loss, norm, *scale)
+            elif scaler is not None:
+                seen.row["scale"] = scaler.get_scale()
             seen.row = {**self._figures(step, seen.tokens), **seen.row}
             if before is not None:
                 self.report(before.row)
@@ -368,29 +376,15 @@ def measure_gradients(run: Run) -> torch.Tensor:
     return onefold.clip_grad_norm_(run.model, run.config.clip or math.inf)
 
 
-def update(run: Run, apply: bool) -> None:
-    """Step if `apply`, and drop the gradients."""
-    if apply and run.scaler is not None:
-        run.scaler.step(run.optimizer)
-    elif apply:
-        run.optimizer.step()
-    if run.scaler is not None:
-        run.scaler.update()
-    run.optimizer.zero_grad()
-
-
 def update_unless_bad(run: Run, loss: torch.Tensor, norm: torch.Tensor) -> None:
-    """Step, unless `loss` or the gradients are not finite on some rank, and drop the gradients.
-    The device decides, and the host does not wait for it. Collective.
+    """Step, unless `loss` or the gradients are not finite on some rank. The device decides, and the
+    host does not wait for it. Collective.
     """
     bad = loss.isfinite().logical_not().to(torch.float32)
     onefold.engine_of(run.model).agree_on_overflow(bad)
     if run.scaler is None:
         bad = torch.maximum(bad, norm.isfinite().logical_not().to(torch.float32))
     step_unless(run.optimizer, bad, run.scaler)
-    if run.scaler is not None:
-        run.scaler.update()
-    run.optimizer.zero_grad()
 
 
 def loss_of(model: Any, batch: Batch, device: torch.device) -> torch.Tensor:
@@ -454,7 +448,6 @@ def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
     """
     engine, ranks = onefold.engine_of(run.model), run.ranks
     names = [unit.name for unit in engine.units]
-    weights = _bad_units(engine, gradients=False)
     ran: list[str] = []  # the units, as their forward passes ended
     found: list[
         tuple[bool, int, int, str]
@@ -484,12 +477,10 @@ def locate(run: Run, step: int, generators: dict[str, Any]) -> str:
             if (module := unit.module()) is not None:
                 stack.callback(module.register_forward_hook(partial(after, unit.name)).remove)
         forward_backward(run, step)
-    gathered = ranks.gather((weights, found, _bad_units(engine, gradients=True)))
-    if broken := next((name for ours, _, _ in gathered for name in ours), ""):
-        return f"weights of unit {broken!r} are not finite themselves: an earlier update broke them"
-    if places := [place for _, ours, _ in gathered for place in ours]:
+    gathered = ranks.gather((found, _bad_gradients(engine)))
+    if places := [place for ours, _ in gathered for place in ours]:
         return f"the first that was not finite: {min(places)[-1]}"
-    if bad := {name for *_, ours in gathered for name in ours}:
+    if bad := {name for _, ours in gathered for name in ours}:
         last = max(bad, key=names.index)
         return f"the first that was not finite: the gradient of a parameter of unit {last!r}"
     return (
@@ -502,12 +493,11 @@ def _finite(t: torch.Tensor) -> bool:
     return not t.is_floating_point() or bool(torch.isfinite(t.detach()).all())
 
 
-def _bad_units(engine: Engine, gradients: bool) -> list[str]:
-    """Return the units with a non-finite weight or gradient on this rank, in forward order."""
-    out = []
-    with disable_torch_function(), torch.no_grad():
-        for unit in engine.units:
-            tensors = [e.param.grad if gradients else e.param for e in unit.entries]
-            if not all(_finite(t) for t in tensors if t is not None):
-                out.append(unit.name)
-    return out
+def _bad_gradients(engine: Engine) -> list[str]:
+    """Return the units with a gradient that is not finite on this rank, in forward order."""
+    with disable_torch_function():
+        return [
+            unit.name
+            for unit in engine.units
+            if not all(_finite(e.param.grad) for e in unit.entries if e.param.grad is not None)
+        ]

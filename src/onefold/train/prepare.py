@@ -5,8 +5,9 @@ optimizer, schedule.
 `--micro-batch auto` the largest micro-batch that fits.
 
 The first rank traces the model and asks the plan (`onefold.plan`); the others take its answer. One
-rank uses stage 0, because there is nothing to divide. A model whose code cannot be traced gets the
-stage that needs least. The plan accounts for offloaded state (plan/offloaded.py).
+rank uses stage 0, because there is nothing to divide, unless the options need stage 3 or nothing fits.
+A model whose code cannot be traced gets the stage that needs least. The plan accounts for offloaded
+state (plan/offloaded.py).
 
 With tensor or expert parallelism the plan counts a rank of the mesh.
 """
@@ -18,7 +19,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,12 +45,12 @@ from onefold.plan.owned import stepped_whole
 from onefold.plan.schema import Account
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
-from onefold.recipe.core import NODES, TIERS
+from onefold.recipe.core import NODES
 from onefold.recipe.optimizers import PLANNED, TRAINED, WHOLE
 from onefold.tracing.blocks import compile_blocks, recompute
 from onefold.train import optimizers
 from onefold.train.config import DEFAULT_STEPS, TrainConfig, with_precision
-from onefold.wording import TrainError, readable
+from onefold.wording import TrainError
 
 if TYPE_CHECKING:
     from onefold.train.checkpoints import Point
@@ -143,7 +144,7 @@ class Choice:
         planned: the chosen stage in the plan, None if the model could not be traced.
         flops_per_token: model FLOPs. peak_flops: measured FLOP/s of a rank's hardware, None if
             nobody measured it.
-        notes: assumptions of the plan.
+        notes: where the figures are not quite those of the run.
     """
 
     stage: int
@@ -157,53 +158,31 @@ class Choice:
     notes: tuple[str, ...] = ()
 
 
-def possible_stages(config: TrainConfig, ranks: int) -> list[int]:
-    """Return the stages to choose from, the lowest first. One rank gets stage 0, or stage 3 if the
-    options need it; several ranks get 1 to 3. Raises ValueError: no stage has these options.
-    """
-    if config.stage != "auto":
-        return [int(config.stage)]
-    possible, last = [], None
-    for stage in (0, 3) if ranks == 1 else (1, 2, 3):
-        try:
-            config.recipe(stage)
-        except ValueError as error:
-            last = error
-        else:
-            possible.append(stage)
-    if not possible:
-        raise ValueError(str(last))
-    return possible[:1] if ranks == 1 else possible
-
-
 def choose(model: nn.Module, config: TrainConfig, ranks: Ranks, free: int) -> Choice:
     """Choose the stage that was asked for, or the lowest that fits. `free`: bytes on the rank that has
     the least.
-    Raises TrainError for a batch that does not divide, units that do not exist, or state that no
-    stage can store on the tier that was asked for.
+    Raises TrainError for a batch or a mesh that does not divide.
     """
     try:
-        possible = possible_stages(config, ranks.world_size)
-        try:
-            return _planned(model, config, ranks, free, possible)
-        except Exception as error:
-            known = config.axes or "does not divide" in str(error)
-            if isinstance(error, ValueError) and known:
-                raise
-            # A model's code may fail in any way under a trace, and still train
-            why = f"{type(error).__name__}: {str(error)[:120]}"
-            reason = (
-                f"stage {possible[-1]}, which needs least: the model could not be traced ({why}), so"
-                " nothing is known of the others"
-            )
-            return Choice(possible[-1], config.job().micro_batch or 1, reason, {}, free)
-    except ValueError as error:
-        raise TrainError(str(error)) from None
+        return _planned(model, config, ranks, free)
+    except Exception as error:
+        known = config.axes or "does not divide" in str(error)
+        if isinstance(error, ValueError) and known:
+            raise TrainError(str(error)) from None
+        # A model's code may fail in any way under a trace, and still train
+        why = f"{type(error).__name__}: {str(error)[:120]}"
+    stage = 3 if config.stage == "auto" else int(config.stage)
+    if config.stage == "auto" and ranks.world_size == 1:
+        with suppress(ValueError):  # the options need stage 3
+            stage = config.recipe(0).stage
+    reason = (
+        f"stage {stage}, which needs least: the model could not be traced ({why}), so nothing is known"
+        " of the others"
+    )
+    return Choice(stage, config.job().micro_batch or 1, reason, {}, free)
 
 
-def _planned(
-    model: nn.Module, config: TrainConfig, ranks: Ranks, free: int, possible: list[int]
-) -> Choice:
+def _planned(model: nn.Module, config: TrainConfig, ranks: Ranks, free: int) -> Choice:
     """Choose by the account of each stage, on a mesh of --tp and --ep if there is one. Raises
     ValueError: it is not possible for the model.
     """
@@ -228,31 +207,25 @@ def _planned(
     machine = machine_here(
         ranks.world_size, ranks.local_world_size, free, ranks.device.type, beside, not mesh
     )
-    stages = tuple(possible) if mesh or config.stage != "auto" else ()
+    stages: tuple[int, ...] = (1, 2, 3) if mesh else ()
+    if config.stage != "auto":
+        stages = (int(config.stage),)
     found = planned(model, machine, job, stages=stages, batch=batch, largest=False, **more)
-    everything = mesh or not config.arguments(TIERS, NODES)
-    shown = {c.scheme.stage: c for c in found.stages if everything or c.scheme.stage in possible}
-    # A plan of a mesh recommends the fastest
-    lowest = next((c for c in found.stages if c.fits), None) if mesh else found.recommended
-    chosen = lowest or shown[possible[-1]]
-    held = chosen.account.host
-    if not machine.shared and held * machine.local > machine.host.memory:
-        notes.append(
-            f"the host has no room for the {readable(held)} a rank that are to be stored there: it may"
-            " run out of memory"
-        )
+    chosen = found.shown
+    if mesh:  # where the plan recommends the fastest
+        chosen = next((c for c in found.stages if c.fits), chosen)
     why = "the lowest that fits" if config.stage == "auto" else "as asked"
     why = why if chosen.fits else "it may run out of memory"
     return Choice(
         chosen.scheme.stage,
         chosen.scheme.micro_batch,
         f"{in_a_line(chosen)}; {why}",
-        {c.scheme.stage: c.needed for c in (*shown.values(), chosen)},
+        {c.scheme.stage: c.needed for c in (*found.stages, chosen)},
         chosen.usable,
         chosen,
         found.model.flops_per_token(job.seq),
         machine.peak(job.precision or "fp32") if machine.is_timed else None,
-        (*notes, *found.notes, *found.assumptions),
+        tuple(notes),
     )
 
 
@@ -330,6 +303,8 @@ def prepare(
         model.config.use_cache = False
     note("planning: what each stage would hold")
     choice = ranks.on_first(lambda: choose(model, config, ranks, int(free)))
+    for said in choice.notes:
+        note(said)
     global_batch = config.global_batch or choice.micro_batch * parts
     order = data.order(global_batch, config.seed)
     steps = config.steps or DEFAULT_STEPS

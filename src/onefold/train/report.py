@@ -37,7 +37,6 @@ import onefold
 from onefold.observe.meter import flat
 from onefold.observe.runfile import write_observed
 from onefold.reading import parse_json
-from onefold.recipe.core import NODES
 from onefold.train.optimizers import peak_lr, rates
 from onefold.wording import readable
 
@@ -252,8 +251,9 @@ def _figures(row: Row, borders: str) -> str:
 def describe(run: Run) -> Row:
     """Return what was chosen and why, ready for JSON."""
     config, choice, ranks, order = run.config, run.choice, run.ranks, run.order
-    planned, rows = choice.planned, ("parameters", "gradients", "optimizer")
-    mesh = planned is not None and not planned.scheme.degrees.data_only
+    planned, axes = choice.planned, ""
+    if planned is not None and not planned.scheme.degrees.data_only:
+        axes = str(planned.scheme.degrees)
     groups = run.optimizer.param_groups
     peaks = rates({**group, "lr": peak_lr(config, group)} for group in groups)
     said = ", ".join(f"{name.replace('_', ' ')} {rate:g}" for name, rate in peaks.items())
@@ -268,17 +268,13 @@ def describe(run: Run) -> Row:
         "held_out": run.data.size(held_out=True),
         "ranks": ranks.world_size,
         "data_ranks": run.parts,
-        "axes": str(planned.scheme.degrees) if planned is not None and mesh else "",
+        "axes": axes,
         "device": ranks.device.type,
         "backend": ranks.backend,
         "threads": torch.get_num_threads(),
         "needed": {str(stage): size for stage, size in choice.needed.items()},
         "predicted": planned.account.to_json() if planned is not None else None,
-        "mesh": planned.to_json() if planned is not None and mesh else None,
-        "notes": list(choice.notes),
         "recipe": run.recipe.describe(),
-        "tiers": {row: getattr(run.recipe, row).tier.value for row in rows},
-        "wires": config.arguments(NODES),
         "borders": onefold.engine_of(run.model).group.borders,
         "global_batch": order.global_batch,
         "accumulation": order.global_batch // (choice.micro_batch * run.parts),

@@ -82,6 +82,7 @@ class Rank:
     Attributes:
         stop: what this process was asked. peers: notices that a rank has gone; None for a single
             rank, or if not all ranks can connect to rank 0.
+        claim: on the output folder, if this rank has made it.
         doing: what this rank is doing, for messages.
     """
 
@@ -91,8 +92,10 @@ class Rank:
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.stop = StopSignal(self.number, local_rank, seconds_of(config.grace))
         self.peers: PeerMonitor | None = None
+        self.claim: Claim | None = None
         self.doing = "joining the other ranks"
         self.run: Run | None = None
+        self._failing = threading.Lock()  # never released: this process ends
 
     def watch(self, ranks: Ranks) -> None:
         """Start to watch for ranks that go. Collective."""
@@ -111,6 +114,8 @@ class Rank:
 
     def fail(self, error: BaseException) -> None:
         """Report what went wrong, once per machine, and end this process."""
+        # The timer may come while the main thread reports: that may be said to its end
+        self._failing.acquire(timeout=PATIENCE)
         with contextlib.suppress(OSError):  # nobody may read it any more
             if self.stop.speak_first():
                 # Not for a CheckpointError: a rank may have gone during the save, so restart
@@ -121,6 +126,8 @@ class Rank:
             sys.stderr.flush()
         if self.peers is not None and self.peers.gone:  # another rank is to blame: leave in order
             self.leave()
+        if self.claim is not None:
+            self.claim.undo()
         # Not sys.exit, which would wait for process groups with an operation under way
         os._exit(INTERRUPTED if self.stop.asked == Stop.INTERRUPT else 1)
 
@@ -176,7 +183,7 @@ def main(file: str) -> int:
 
 def run_rank(config: TrainConfig) -> int:
     """Run as one rank and return the exit status. The first rank that fails reports the error."""
-    me, claims, given = Rank(config), list[Claim](), config
+    me, given = Rank(config), config
     try:
         ranks = join(config.device, config.stall_timeout)
         me.watch(ranks)
@@ -185,7 +192,8 @@ def run_rank(config: TrainConfig) -> int:
 
         def settled() -> TrainConfig:
             named = name_output(given)
-            claims.append(Claim(Path(str(named.output))))  # held until this rank ends
+            # Held until this rank ends
+            me.claim = Claim(Path(str(named.output)), new=given.output is None)
             if not restarted:
                 check_output(named)
             return named
@@ -196,8 +204,8 @@ def run_rank(config: TrainConfig) -> int:
         code = _run(config, ranks, me, restarted, unlike)
         me.leave()
         leave()
-        for claim in claims:
-            claim.release()
+        if me.claim is not None:
+            me.claim.release()
         return code
     except Exception as error:
         me.fail(error)
