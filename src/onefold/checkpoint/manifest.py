@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -70,11 +71,14 @@ def path_in(folder: Path, name: str) -> Path:
     """
     _refuse_outside(name, folder / MANIFEST)
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
+    try:
+        end = Path(os.path.realpath(path))  # which takes a link to itself too
+    except ValueError as error:
+        raise DamagedCheckpoint(f"{name!r} cannot be the name of a file: {error}.") from None
+    if not end.is_relative_to(folder.resolve()):
         raise CheckpointError(
-            f"{path} is a symbolic link that leads out of the checkpoint, to {path.resolve()}: only"
-            " files inside its folder are read. Copy the checkpoint with its links followed (cp"
-            " -rL)."
+            f"{path} is a symbolic link that leads out of the checkpoint, to {end}: only files"
+            " inside its folder are read. Copy the checkpoint with its links followed (cp -rL)."
         )
     return path
 
