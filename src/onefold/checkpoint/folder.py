@@ -230,19 +230,9 @@ def latest(root: Path | str) -> Path | None:
 
 
 def of_run(path: Path) -> Path:
-    """Return `path`, or the folder of checkpoints in it if `path` is a run's output folder.
-    Raises: CheckpointError: the run has kept no checkpoint.
-    """
-    if (path / MANIFEST).exists():
-        return path
-    if (path / OF_RUN).is_dir():
-        return path / OF_RUN
-    if (path / "train.yaml").is_file() and (path / "metrics.jsonl").is_file():
-        model = f" Its model is in {path / 'model'}." if (path / "model").is_dir() else ""
-        raise CheckpointError(
-            f"the run in {path} has kept no checkpoint; --save-every N keeps some.{model}"
-        )
-    return path
+    """Return `path`, or the folder of checkpoints in it if `path` is a run's output folder."""
+    inside = not (path / MANIFEST).exists() and (path / OF_RUN).is_dir()
+    return path / OF_RUN if inside else path
 
 
 def prune(root: Path, keep: int, just_saved: Path) -> None:

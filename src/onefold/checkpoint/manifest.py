@@ -139,11 +139,8 @@ class Record:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its size in bytes and a SHA-256, of the whole file or (`tensors`) of its header and
-    checksums.
-    """
+    """A SHA-256 of a file, of all of it or (`tensors`) of its header and checksums."""
 
-    nbytes: int
     sha256: str
     tensors: bool = False
 

@@ -378,8 +378,8 @@ def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, 
         for p in parts.tensors
         if p.where.numel
     }
-    nbytes, digest = write_tensors(folder / name, [*planned.values()])
-    file, reports = FileRecord(nbytes, digest, tensors=True), list[Report]()
+    file = FileRecord(write_tensors(folder / name, [*planned.values()]), tensors=True)
+    reports = list[Report]()
     for p in parts.tensors:
         crc = 0
         for part in p.values() if p.item.kind == "buffer" else ():

@@ -140,9 +140,9 @@ def _blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK)
 
 
-def write_tensors(path: Path, planned: Sequence[Planned], shared: bool = False) -> tuple[int, str]:
-    """Write a new file, tensor by tensor. Returns after the file has been flushed to disk: its size in
-    bytes, and its digest (see `TensorFile`).
+def write_tensors(path: Path, planned: Sequence[Planned], shared: bool = False) -> str:
+    """Write a new file, tensor by tensor. Returns after the file has been flushed to disk: its digest
+    (see `TensorFile`).
     `shared`: of an export, without checksums, of which each rank writes its parts and all the header;
     transformers 4 asks for the format.
     Raises: OSError: from the system (no space, no permission, the file exists).
@@ -183,7 +183,7 @@ def write_tensors(path: Path, planned: Sequence[Planned], shared: bool = False) 
                 raise AssertionError(f"{p.key}: planned {p.nbytes} bytes, given {at}")
         _put(file, b"" if shared else sums.tobytes())
         os.fsync(file.fileno())
-        return file.tell(), _digest(head, sums)
+        return _digest(head, sums)
 
 
 def _put(file: Any, data: bytes | memoryview) -> None:
