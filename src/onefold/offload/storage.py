@@ -225,7 +225,7 @@ class OffloadStorage(Storage):
         ]
         if not there or len(there) < len(pairs):
             return False
-        parts = joined(there, total)
+        parts = [(low.view(-1), part) for low, part in there if part.numel()]
         nbytes = total.numel() * dtype.itemsize
         self.transfers.entered("up", self.flat.unit_name, nbytes)
         self.transfers.entered("down", self.flat.unit_name, nbytes)
@@ -284,32 +284,6 @@ class OffloadStorage(Storage):
 def _identity(values: torch.Tensor) -> tuple[int, int]:
     """Return numbers that change when a tensor is written to, or lies in other memory."""
     return storage_of(values), values._version
-
-
-def joined(
-    pairs: list[tuple[torch.Tensor, torch.Tensor]], total: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return `pairs` as few long ones: neighbours are joined, with the padding between them, if
-    they are as far apart in both memories.
-
-    Args:
-        pairs: (contiguous tensor, its elements of `total`), in the order of their addresses.
-    """
-    out: list[tuple[torch.Tensor, torch.Tensor]] = []
-    start = stop = shift = 0  # the last one: elements [start, stop) of `total`
-    first: torch.Tensor | None = None
-    for low, part in pairs:
-        if not part.numel():
-            continue
-        a = int(part.storage_offset() - total.storage_offset())
-        here = int(low.storage_offset()) - a
-        if first is not None and storage_of(low) == storage_of(first) and here == shift:
-            out.pop()
-        else:
-            first, start, shift = low, a, here
-        stop = a + part.numel()
-        out.append((first.as_strided((stop - start,), (1,), start + shift), total[start:stop]))
-    return out
 
 
 class HostStorage(OffloadStorage):
