@@ -65,7 +65,7 @@ from onefold.memory import (
     nbytes_of,
     storage_of,
 )
-from onefold.offload.nvme import Region, Transfer, refuse_unless_fits, substitute
+from onefold.offload.nvme import Region, Transfer, give_large_blocks_back, refuse_unless_fits
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
@@ -667,13 +667,15 @@ def needed(engine: Engine) -> int:
 
 
 def preflight(engine: Engine) -> None:
-    """Refuse a run that has no room on the disks. Collective.
+    """Refuse a run that has no room on the disks, and prepare the host for one. Collective.
 
     Raises:
         TierError: on every rank, if a folder of one rank is missing or has no room.
     """
-    if not engine.on_disk or substitute() is not None:
+    if not engine.on_disk:
         return
+    if not engine.transfers.up.asynchronous:
+        give_large_blocks_back()  # on a CPU the memory that offloading frees is the C library's
     ranks = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
     mine, error = needed(engine), None
     try:
