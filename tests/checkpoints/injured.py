@@ -33,7 +33,7 @@ def change_manifest(folder: Path, change: Change) -> None:
 def write_state(folder: Path, text: str) -> None:
     (folder / STATE).write_text(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    record = {"nbytes": len(text), "sha256": digest, "tensors": False}
+    record = {"sha256": digest, "tensors": False}
     change_manifest(folder, lambda body: body["files"].update({STATE: record}))
 
 

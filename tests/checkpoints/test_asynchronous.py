@@ -125,7 +125,7 @@ def test_whatever_follows_waits_for_the_copy_which_is_of_the_moment_of_the_call(
             assert not saving.done and not path.exists()
             act(model, optimizer, before)
             assert release.is_set() and saving.stall_s > stalled, "the act waits, and that is told"
-            assert saving.wait(300.0) == path
+            assert saving.wait() == path
         onefold.load(path, model=model, optimizer=optimizer)
         assert not differences(expected, weights(model) | whole_states(optimizer)), act
 

@@ -4,6 +4,7 @@ of one.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import onefold
+import onefold.checkpoint.folder as checkpoint_folder
 from on_ranks import on_ranks
 from reference import adamw, built, on_each_rank
 from zoo import TinyMLP, features_of
@@ -62,3 +64,24 @@ def test_all_of_a_checkpoint_is_flushed_before_it_gets_its_name(how: str, folder
     assert not missing, f"not on the disk before the rename: {sorted(map(str, missing))}"
     assert str(folder) in after, "the new name itself is not flushed"
     assert len(files) >= 4  # two ranks' tensors, the state, the manifest
+
+
+@pytest.mark.parametrize("before", [None, 1])
+def test_a_save_whose_name_the_disk_refuses_raises_and_leaves_what_was_there(
+    before: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = onefold.shard(built(TinyMLP), onefold.Recipe.zero(stage=3))
+    target, flush = tmp_path / "checkpoint", checkpoint_folder.flush
+    if before is not None:
+        onefold.save(target, model=model, step=before)
+
+    def refusing(path: Path) -> None:
+        if path == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        flush(path)
+
+    monkeypatch.setattr(checkpoint_folder, "flush", refusing)
+    with pytest.raises(onefold.checkpoint.CheckpointError, match=os.strerror(errno.EIO)):
+        onefold.save(target, model=model, step=2, overwrite=True)
+    assert [p.name for p in tmp_path.iterdir()] == ([] if before is None else [target.name])
+    assert before is None or onefold.load(target, model=model).step == before

@@ -97,7 +97,7 @@ def written(folder: Path, regions: list[TensorBox], pieces: int) -> torch.Tensor
             parts = partial(list, flat[a:b].clone().split(7))
             planned.append(Planned(key_of(WEIGHT, where), torch.float32, (b - a,), parts))
             found.append(StoredPiece(FILE, where))
-    file = FileRecord(*write_tensors(folder / FILE, planned), tensors=True)
+    file = FileRecord(write_tensors(folder / FILE, planned), tensors=True)
     write_manifest(folder, Manifest((Record(WEIGHT, "F32", SHAPE, tuple(found)),), {FILE: file}))
     return weight
 
@@ -144,7 +144,7 @@ def test_any_cut_of_a_tensor_of_many_blocks_is_read_and_checked(
     numel = (2 * CHUNK + 3 * BLOCK) // dtype.itemsize + 11
     values = torch.randint(0, 100, (numel,)).to(dtype)
     planned = Planned("a", dtype, (numel,), partial(list, values.split(BLOCK + 5)))
-    _, digest = write_tensors(tmp_path / FILE, [planned, planned_tail(dtype)])
+    digest = write_tensors(tmp_path / FILE, [planned, planned_tail(dtype)])
     with TensorFile(tmp_path / FILE, checked=True) as file:
         assert file.digest == digest
         begin = file.header["a"].begin

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
+import json
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -153,6 +155,39 @@ def said_to_be(where: Callable[[Path], str]) -> Hurt:
     return hurt
 
 
+def checksums(change: Callable[[dict[str, Any]], object]) -> Hurt:
+    """A file of tensors with another header, of which the manifest has the digest, and with as many
+    bytes as it says.
+    """
+
+    def hurt(folder: Path) -> None:
+        path = folder / TENSORS
+        data = path.read_bytes()
+        start = 8 + int.from_bytes(data[:8], "little")
+        table = json.loads(data[8:start])
+        change(table)
+        text = json.dumps(table).encode()
+        begin, end = table.get("crc32", {"data_offsets": (0, 0)})["data_offsets"]
+        stop = max(t["data_offsets"][1] for t in table.values())
+        head = len(text).to_bytes(8, "little") + text
+        path.write_bytes(head + data[start:][:stop].ljust(stop, b"\0"))
+        digest = hashlib.sha256(head + data[start:][begin:end].ljust(end - begin, b"\0"))
+        change_manifest(folder, lambda b: b["files"][TENSORS].update(sha256=digest.hexdigest()))
+
+    return hurt
+
+
+def of_bytes(more: int) -> Hurt:
+    """The checksums take so many bytes more."""
+
+    def change(table: dict[str, Any]) -> None:
+        begin, end = table["crc32"]["data_offsets"]
+        offsets = [begin, end + more]
+        table["crc32"] = {"dtype": "U8", "shape": [offsets[1] - begin], "data_offsets": offsets}
+
+    return checksums(change)
+
+
 #: What only the run can tell: `load` refuses it.
 OF_ANOTHER_RUN: dict[str, tuple[Hurt, str]] = {
     "a method of the schedule": (scheduler(get_lr=[0.1]), "as 'get_lr', where the given OneCycleLR"),
@@ -183,11 +218,19 @@ HOSTILE: dict[str, tuple[Hurt, str]] = {
     "an earlier version": (manifest(lambda b: b.update(version=2)), "version 2 .* reads version 3. Load"),
     "a large state": (lambda f: os.truncate(f / STATE, LARGEST + 1), "at most 256 MiB"),
     "a large manifest": (lambda f: os.truncate(f / MANIFEST, LARGEST + 1), "at most 256 MiB"),
-    "a file above": (said_to_be(lambda o: f"../outside/{TENSORS}"), "not inside the checkpoint"),
-    "a file elsewhere": (said_to_be(lambda o: str(o / TENSORS)), "not inside the checkpoint"),
+    "a file above": (said_to_be(lambda o: f"../outside/{TENSORS}"), "leads out of the checkpoint"),
+    "a file elsewhere": (said_to_be(lambda o: str(o / TENSORS)), "leads out of the checkpoint"),
     "a linked folder": (said_to_be(lambda o: f"inside/{TENSORS}"), "leads out of the checkpoint"),
     "a linked state": (in_place_of(STATE, Path.symlink_to), "leads out of the checkpoint"),
     "linked tensors": (in_place_of(TENSORS, Path.symlink_to), "leads out of the checkpoint"),
+    "fewer checksums": (of_bytes(-4), "one checksum for each 256 KiB"),
+    "more checksums": (of_bytes(4), "one checksum for each 256 KiB"),
+    "half a checksum": (of_bytes(-2), "one checksum for each 256 KiB"),
+    "no checksums": (checksums(lambda t: t.pop("crc32")), "one checksum for each 256 KiB"),
+    "checksums in front": (checksums(lambda t: t.update({"a": t.pop(next(iter(t)))})), "one checksum for each 256 KiB"),
+    "a file of no character": (said_to_be(lambda o: "\ud800"), "cannot be the name of a file"),
+    "a file of a NUL": (said_to_be(lambda o: "a\0b"), "cannot be the name of a file"),
+    "a link to itself": (in_place_of(TENSORS, lambda p, _: p.symlink_to(TENSORS)), "is missing"),
     "a fifo for a manifest": (in_place_of(MANIFEST, lambda p, _: os.mkfifo(p)), "it is a fifo, expected a file"),
     "a fifo for tensors": (in_place_of(TENSORS, lambda p, _: os.mkfifo(p)), "it is a fifo, expected a file"),
     "a device for a state": (in_place_of(STATE, lambda p, _: p.symlink_to("/dev/zero")), "leads out of the checkpoint"),

@@ -251,7 +251,7 @@ def onto_disks_that_take_nothing(full: Path, read_only: Path) -> dict[str, str]:
     for name, place in (("full", full), ("read-only", read_only)):
         calls: dict[str, Callable[[], object]] = {
             "save": lambda p=place: onefold.save(p / "a", **states),
-            "save_async": lambda p=place: onefold.save_async(p / "b", **states).wait(300.0),
+            "save_async": lambda p=place: onefold.save_async(p / "b", **states).wait(),
             "export": lambda p=place: onefold.export(model, p / "c"),
             "Checkpointer": lambda p=place: keep(p / "d"),
         }

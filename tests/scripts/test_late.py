@@ -5,6 +5,7 @@ is as in plain PyTorch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ from torch import Tensor, nn
 
 import onefold
 from on_ranks import on_ranks
+from onefold.observe.activations import Activations
 from reference import built
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 STAGES = (0, 1, 2, 3)
 REFUSED = r"ran before optimizer.step\(\)"
+INPLACE = "modified by an inplace operation"
 
 
 def sharded(stage: int, build: Any = TinyMLP, **options: Any) -> Any:
@@ -61,8 +64,43 @@ def test_a_step_between_forward_and_backward_is_an_error_that_names_a_parameter(
         with pytest.raises(RuntimeError, match=REFUSED):
             inside[1].square().mean().backward()
     plain = TinyMLP()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=INPLACE):
         late(plain, lambda seed: loss_of(plain, seed)).backward()
+
+
+#: What a module does to `h` after its sine was saved, and whether plain PyTorch refuses it.
+WRITES: dict[str, tuple[Callable[[Tensor], object], bool]] = {
+    "in place": (lambda h: h.add_(1), True),
+    "through a detached tensor": (lambda h: h.detach().mul_(2), True),
+    "to a view": (lambda h: h[:1].zero_(), True),
+    "to what is a copy": (lambda h: h.clone().add_(1), False),
+    "through .data": (lambda h: h.data.add_(1), False),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_write_to_a_saved_activation_is_refused_where_plain_pytorch_refuses_it(stage: int) -> None:  # fmt: skip
+    def writes(write: Any) -> Any:
+        def hook(module: Any, args: Any, h: Tensor) -> Tensor:
+            out = h.sin()
+            write(h)
+            return out
+
+        return hook
+
+    for write, refused in WRITES.values():
+        for counted in (False, True):
+            plain, model = built(TinyMLP), sharded(stage)
+            for each in (plain, model):
+                each.blocks[1].register_forward_hook(writes(write))
+                with Activations(each) if counted else nullcontext():
+                    loss = loss_of(each, 0)
+                    with pytest.raises(RuntimeError, match=INPLACE) if refused else nullcontext():
+                        loss.backward()
+            assert refused or model.enter.bias.grad.norm() == pytest.approx(
+                plain.enter.bias.grad.norm()
+            )
 
 
 @on_ranks(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ import pytest
 from onefold.cores import physical_cores
 from onefold.processes import host
 from onefold.processes.host import child_environment, from_slurm, joins
+from onefold.processes.local import local_ranks
 from onefold.train.config import resolve
 from onefold.train.launch import ranks_to_start
 from onefold.wording import TrainError
@@ -29,7 +31,13 @@ def test_a_process_with_a_rank_joins_and_one_without_starts_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("n1", "n1"), ("n1,n2", "n1"), ("n[3-4,9]", "n3"), ("gpu-[007,010]-ib,x", "gpu-007-ib")],
+    [
+        ("n1", "n1"),
+        ("n1,n2", "n1"),
+        ("n[3-4,9]", "n3"),
+        ("gpu-[007,010]-ib,x", "gpu-007-ib"),
+        ("rack[1-2]node[03-04]", "rack1node03"),
+    ],
 )
 def test_a_slurm_step_of_several_tasks_joins(nodes: str, first: str) -> None:
     step = {
@@ -50,6 +58,18 @@ def test_a_slurm_step_of_several_tasks_joins(nodes: str, first: str) -> None:
 
 def test_a_slurm_batch_script_starts_its_own_ranks() -> None:
     assert from_slurm({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == {}
+
+
+def test_messages_are_logged_again_where_ranks_cannot_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("torch.distributed.elastic.multiprocessing.start_processes", fails)
+    with pytest.raises(OSError), local_ranks(1, {}, "nothing", logs=tmp_path):
+        pass
+    assert logging.getLogger("onefold").isEnabledFor(logging.ERROR)
 
 
 def test_cores_are_divided_among_ranks_unless_the_user_has_said_so(tmp_path: Path) -> None:

@@ -33,15 +33,13 @@ from onefold.optim.verdict import fresh_state
 from onefold.optim.whole import StateElsewhere
 from onefold.reading import short
 from onefold.recipe.moments import SIGNED
+from onefold.runtime.agree import HOW
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry, Flat
 from onefold.runtime.parameters.parameter import disable_torch_function
 from onefold.runtime.parts import MasterParts
 from onefold.runtime.state.dicts import beside_parameters
 from onefold.wording import few
-
-#: Options of a parameter group that choose an implementation only. A load does not change them.
-LOCAL_OPTIONS = ("fused", "foreach", "capturable", "differentiable")
 
 
 class Filling:
@@ -342,7 +340,7 @@ def _refuse_options(where: str, group: dict[str, Any], saved: dict[str, Any]) ->
     for key, value in saved.items():
         ours = group.get(key)  # what schedulers keep in a group may not be there yet
         right = fits(ours, value) and not (isinstance(value, float) and math.isnan(value))
-        if key not in ("params", *LOCAL_OPTIONS) and not right:
+        if key not in ("params", *HOW) and not right:
             raise CheckpointError(
                 f"{where} has {key}={short(value)}, where the given optimizer has {short(ours)}: the"
                 " optimizer is of another kind."
@@ -361,7 +359,7 @@ def _refuse_states(
     `states`: the keys of its tensors.
     """
     known, expected = source.items(), dict[int, dict[str, Any]]()
-    merged = group | {k: v for k, v in saved.items() if k not in ("params", *LOCAL_OPTIONS)}
+    merged = group | {k: v for k, v in saved.items() if k not in ("params", *HOW)}
     own = group["params"] and type(optimizer).__module__.startswith("torch.optim.")
     for name in saved["params"] if own else ():
         # Whether each is a tensor: torch's steps take an int for none
@@ -385,7 +383,7 @@ def _refuse_states(
 def set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
     """Give a parameter group its saved options."""
     for key, value in saved.items():
-        if key in ("params", "param_names") or (key in LOCAL_OPTIONS and key in group):
+        if key in ("params", "param_names") or (key in HOW and key in group):
             continue
         ours = group.get(key)
         if isinstance(ours, torch.Tensor):

@@ -191,17 +191,14 @@ class Background:
         """Whether the work has ended on this rank, with or without an error."""
         return not self._thread.is_alive()
 
-    def wait(self, timeout: float | None = None) -> Path:
+    def wait(self) -> Path:
         """Wait for the end of the work. Returns the checkpoint's path.
 
         Raises:
             CheckpointError: the work failed. Once `wait` has raised this on every rank, no step
                 raises it again.
-            TimeoutError: the work has not ended after `timeout` seconds.
         """
-        self._thread.join(timeout)
-        if self._thread.is_alive():
-            raise TimeoutError(f"{self.path} is still being worked on after {timeout:g} s.")
+        self._thread.join()
         if self._error is not None:
             for engine in self._engines:
                 if engine.failure is self._error:

@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -99,7 +100,7 @@ class Unfinished:
         # File names reach the disk before the folder's own: after a crash, a folder with its final
         # name is complete
         flush(self.folder)
-        replaced = False
+        undo: Callable[[Path, Path], None] = os.rename
         try:
             os.rename(self.folder, self.target)
         except OSError as error:
@@ -111,12 +112,14 @@ class Unfinished:
                     " it is."
                 ) from None
             exchange(self.folder, self.target)
-            replaced = True
-        (self.target / OWNER).unlink(missing_ok=True)
-        flush(self.target.parent)
-        if replaced:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        self._lock.release()
+            undo = exchange
+        try:
+            (self.target / OWNER).unlink(missing_ok=True)
+            flush(self.target.parent)
+        except OSError:
+            undo(self.target, self.folder)  # who is told of an error finds what was there
+            raise
+        self.discard()  # what was replaced, if anything
 
     def discard(self) -> None:
         """Remove the unfinished folder."""
@@ -230,19 +233,9 @@ def latest(root: Path | str) -> Path | None:
 
 
 def of_run(path: Path) -> Path:
-    """Return `path`, or the folder of checkpoints in it if `path` is a run's output folder.
-    Raises: CheckpointError: the run has kept no checkpoint.
-    """
-    if (path / MANIFEST).exists():
-        return path
-    if (path / OF_RUN).is_dir():
-        return path / OF_RUN
-    if (path / "train.yaml").is_file() and (path / "metrics.jsonl").is_file():
-        model = f" Its model is in {path / 'model'}." if (path / "model").is_dir() else ""
-        raise CheckpointError(
-            f"the run in {path} has kept no checkpoint; --save-every N keeps some.{model}"
-        )
-    return path
+    """Return `path`, or the folder of checkpoints in it if `path` is a run's output folder."""
+    inside = not (path / MANIFEST).exists() and (path / OF_RUN).is_dir()
+    return path / OF_RUN if inside else path
 
 
 def prune(root: Path, keep: int, just_saved: Path) -> None:

@@ -118,12 +118,10 @@ class RankState:
     Attributes:
         tensors: written to this rank's file.
         values: as JSON, sent to the first rank.
-        extras: number of large tensors that `values` refer to by number.
     """
 
     tensors: list[PieceToWrite] = field(default_factory=list)
     values: dict[str, Any] = field(default_factory=dict)
-    extras: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -151,9 +149,9 @@ class RankState:
 
     def keep(self, value: torch.Tensor) -> int:
         """Add a large tensor found among the values. Returns its number."""
-        self.add_own(Item("extra", str(self.extras)), value)
-        self.extras += 1
-        return self.extras - 1
+        number = sum(piece.item.kind == "extra" for piece in self.tensors)
+        self.add_own(Item("extra", str(number)), value)
+        return number
 
 
 def collect(
@@ -378,8 +376,8 @@ def write_parts(folder: Path, name: str, parts: RankState) -> tuple[FileRecord, 
         for p in parts.tensors
         if p.where.numel
     }
-    nbytes, digest = write_tensors(folder / name, [*planned.values()])
-    file, reports = FileRecord(nbytes, digest, tensors=True), list[Report]()
+    file = FileRecord(write_tensors(folder / name, [*planned.values()]), tensors=True)
+    reports = list[Report]()
     for p in parts.tensors:
         crc = 0
         for part in p.values() if p.item.kind == "buffer" else ():

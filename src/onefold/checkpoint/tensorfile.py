@@ -140,9 +140,9 @@ def _blocks(nbytes: int) -> int:
     return -(-nbytes // BLOCK)
 
 
-def write_tensors(path: Path, planned: Sequence[Planned], shared: bool = False) -> tuple[int, str]:
-    """Write a new file, tensor by tensor. Returns after the file has been flushed to disk: its size in
-    bytes, and its digest (see `TensorFile`).
+def write_tensors(path: Path, planned: Sequence[Planned], shared: bool = False) -> str:
+    """Write a new file, tensor by tensor. Returns after the file has been flushed to disk: its digest
+    (see `TensorFile`).
     `shared`: of an export, without checksums, of which each rank writes its parts and all the header;
     transformers 4 asks for the format.
     Raises: OSError: from the system (no space, no permission, the file exists).
@@ -183,7 +183,7 @@ def write_tensors(path: Path, planned: Sequence[Planned], shared: bool = False) 
                 raise AssertionError(f"{p.key}: planned {p.nbytes} bytes, given {at}")
         _put(file, b"" if shared else sums.tobytes())
         os.fsync(file.fileno())
-        return file.tell(), _digest(head, sums)
+        return _digest(head, sums)
 
 
 def _put(file: Any, data: bytes | memoryview) -> None:
@@ -226,9 +226,7 @@ class TensorFile:
                 )
             self._head = os.pread(self._file, 8 + length, 0)
             self.header = self._parse()
-            sums = self.header.get(SUMS) if checked else None
-            raw = b"" if sums is None else os.pread(self._file, sums.end - sums.begin, sums.begin)
-            self._sums = np.frombuffer(raw, "<u4")
+            self._sums = self._read_sums() if checked else np.zeros(0, "<u4")
             self._checked = checked
         except BaseException:
             self.close()
@@ -261,6 +259,16 @@ class TensorFile:
                 " something was added."
             )
         return header
+
+    def _read_sums(self) -> Any:
+        span = self.header.get(SUMS)
+        last = next(reversed(self.header.values()), None)
+        if span is None or span is not last or span.end - span.begin != 4 * span.sums:
+            raise DamagedCheckpoint(
+                f"{self.path} has not one checksum for each {BLOCK >> 10} KiB of its tensors: Onefold"
+                " did not write it so."
+            )
+        return np.frombuffer(os.pread(self._file, 4 * span.sums, span.begin), "<u4")
 
     def read(self, key: str, start: int, stop: int, out: torch.Tensor) -> None:
         """Read elements `[start, stop)` of the flattened tensor `key` into `out` ([stop - start],

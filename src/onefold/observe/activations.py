@@ -23,6 +23,7 @@ from onefold.runtime.boxes import local_of
 from onefold.runtime.differentiate import in_autograd
 from onefold.runtime.hooks import engine_of, is_sharded
 from onefold.runtime.parameters.parameter import disable_torch_function
+from onefold.runtime.saved import Kept
 
 
 class Activations(contextlib.ExitStack):
@@ -64,9 +65,7 @@ class Activations(contextlib.ExitStack):
         engine's or a checkpoint's).
         """
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        # A node that saves its own output must not hold the tensor that holds the node
-        alone = lambda t: t if t.grad_fn is None else t.detach(), lambda kept: kept
-        pack_before, unpack_before = top or alone
+        pack_before, unpack_before = top or (Kept, Kept.read)
 
         def pack(t: torch.Tensor) -> Any:
             # Before `pack_before`: a checkpoint's hook ends the recomputation by raising, once it

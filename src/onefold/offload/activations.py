@@ -52,6 +52,7 @@ from onefold.device.pinned import HUGE_PAGE
 from onefold.memory import LARGE, MemoryLedger, empty, storage_of
 from onefold.runtime.differentiate import keep_hooks_from_compiler
 from onefold.runtime.engine import Activations
+from onefold.runtime.saved import Kept, refuse_other_version
 
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
@@ -181,24 +182,6 @@ class Arena:
 
 
 # -- what autograd keeps ---------------------------------------------------------------------------
-
-
-class Kept:
-    """Autograd keeps this in place of a tensor that stays on the device."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, t: torch.Tensor) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
-            # A node may save its own output. Without detach() the node and the tensor would form a
-            # reference cycle.
-            self.tensor = t if t.grad_fn is None else t.detach()
-            self.version = t._version
-
-    def read(self) -> torch.Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            _refuse_other_version(self.tensor, self.version, self.tensor.size())
-            return self.tensor
 
 
 @dataclass(eq=False)
@@ -365,7 +348,7 @@ class ActivationStore(Activations):
             RuntimeError: the tensor was written to after it was saved.
         """
         with torch._C.DisableTorchFunctionSubclass():
-            _refuse_other_version(saved.watch, saved.version, saved.size)
+            refuse_other_version(saved.watch, saved.version, saved.size)
             with self._lock:
                 copy = saved.copy
                 here = self._bring(copy)
@@ -517,18 +500,6 @@ def _view(
     nothing: Any = torch.empty(0, dtype=dtype, device=device)
     view: torch.Tensor = nothing.set_(storage, offset, size, stride)
     return view
-
-
-def _refuse_other_version(watch: torch.Tensor, version: int, size: torch.Size) -> None:
-    """Raise RuntimeError if the version counter of `watch` has left `version`."""
-    if watch._version != version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(size)}, {watch.dtype}, that a gradient is computed from has"
-            " been modified by an inplace operation since it was saved: it is at version"
-            f" {watch._version}, the gradient needs version {version}. Write `x = x + 1` instead of"
-            " `x += 1`, or change a clone(); torch.autograd.set_detect_anomaly(True) shows which"
-            " operation saved it."
-        )
 
 
 keep_hooks_from_compiler(ActivationStore._hooks)

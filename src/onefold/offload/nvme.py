@@ -25,9 +25,8 @@ import tempfile
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -40,25 +39,6 @@ PAGE = 4096
 #: Bytes of one system call at most.
 BLOCK = 8 << 20
 READ, WRITE = "read", "write"
-
-_substitute: ContextVar[Callable[[], Any] | None] = ContextVar("what makes stores", default=None)
-
-
-@contextlib.contextmanager
-def stores_from(make: Callable[[], Any]) -> Iterator[None]:
-    """Let `make` make the stores of models that are sharded inside the context: a simulation has no
-    disk.
-    """
-    before = _substitute.set(make)
-    try:
-        yield
-    finally:
-        _substitute.reset(before)
-
-
-def substitute() -> Callable[[], Any] | None:
-    """Return what makes stores in place of `Nvme`; None outside of `stores_from`."""
-    return _substitute.get()
 
 
 # -- files -----------------------------------------------------------------------------------------

@@ -284,8 +284,6 @@ class ApartStepper(Stepper):
         self._owners: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
         self._flying: deque[Future[None]] = deque()
         self._stepped: list[Entry] = []
-        # By the flat buffer's index: the last backward pass in which it was stepped
-        self._stepped_in: dict[int, int] = {}
         self._thread: ThreadPoolExecutor | None = None
         # Optimizers that stepped in a backward pass and whose step() was not called yet: the number
         # of that pass, and the groups' options in it.
@@ -354,7 +352,7 @@ class ApartStepper(Stepper):
         return dict.fromkeys(optimizer for optimizer in found if optimizer is not None)
 
     def has_stepped(self, unit: Unit) -> bool:
-        return any(self._stepped_in.get(f.index) == self.engine.step_count for f in unit.flats)
+        return any(e in self._stepped for flat in unit.flats for e in flat.entries)
 
     def landed(self, flat: Flat) -> None:
         """See `Stepper`.
@@ -374,7 +372,6 @@ class ApartStepper(Stepper):
                     " onefold.no_sync(model), step every optimizer after each backward pass, or"
                     " leave step_in_backward out."
                 )
-        self._stepped_in[flat.index] = now
         while len(self._flying) >= WAITING:
             self._flying.popleft().result()
         self._stepped += flat.entries

@@ -65,7 +65,7 @@ from onefold.memory import (
     nbytes_of,
     storage_of,
 )
-from onefold.offload.nvme import Region, Transfer, refuse_unless_fits, substitute
+from onefold.offload.nvme import Region, Transfer, give_large_blocks_back, refuse_unless_fits
 from onefold.recipe import Tier
 from onefold.recipe.moments import grain_of, items_of
 from onefold.recipe.options import SECTOR
@@ -225,7 +225,7 @@ class OffloadStorage(Storage):
         ]
         if not there or len(there) < len(pairs):
             return False
-        parts = joined(there, total)
+        parts = [(low.view(-1), part) for low, part in there if part.numel()]
         nbytes = total.numel() * dtype.itemsize
         self.transfers.entered("up", self.flat.unit_name, nbytes)
         self.transfers.entered("down", self.flat.unit_name, nbytes)
@@ -284,32 +284,6 @@ class OffloadStorage(Storage):
 def _identity(values: torch.Tensor) -> tuple[int, int]:
     """Return numbers that change when a tensor is written to, or lies in other memory."""
     return storage_of(values), values._version
-
-
-def joined(
-    pairs: list[tuple[torch.Tensor, torch.Tensor]], total: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return `pairs` as few long ones: neighbours are joined, with the padding between them, if
-    they are as far apart in both memories.
-
-    Args:
-        pairs: (contiguous tensor, its elements of `total`), in the order of their addresses.
-    """
-    out: list[tuple[torch.Tensor, torch.Tensor]] = []
-    start = stop = shift = 0  # the last one: elements [start, stop) of `total`
-    first: torch.Tensor | None = None
-    for low, part in pairs:
-        if not part.numel():
-            continue
-        a = int(part.storage_offset() - total.storage_offset())
-        here = int(low.storage_offset()) - a
-        if first is not None and storage_of(low) == storage_of(first) and here == shift:
-            out.pop()
-        else:
-            first, start, shift = low, a, here
-        stop = a + part.numel()
-        out.append((first.as_strided((stop - start,), (1,), start + shift), total[start:stop]))
-    return out
 
 
 class HostStorage(OffloadStorage):
@@ -693,13 +667,15 @@ def needed(engine: Engine) -> int:
 
 
 def preflight(engine: Engine) -> None:
-    """Refuse a run that has no room on the disks. Collective.
+    """Refuse a run that has no room on the disks, and prepare the host for one. Collective.
 
     Raises:
         TierError: on every rank, if a folder of one rank is missing or has no room.
     """
-    if not engine.on_disk or substitute() is not None:
+    if not engine.on_disk:
         return
+    if not engine.transfers.up.asynchronous:
+        give_large_blocks_back()  # on a CPU the memory that offloading frees is the C library's
     ranks = min(engine.world_size, int(os.environ.get("LOCAL_WORLD_SIZE", engine.world_size)))
     mine, error = needed(engine), None
     try:

@@ -78,16 +78,10 @@ class Transfers:
             TierError: a folder does not exist, or cannot be written to.
         """
         if self._store is None:
-            from onefold.offload.nvme import Nvme, give_large_blocks_back, substitute
+            from onefold.offload.nvme import Nvme
 
-            recipe, make = self.recipe, substitute()
-            if make is None and not self.up.asynchronous:
-                give_large_blocks_back()  # on a CPU the memory that offloading frees is the C library's
-            self._store = (
-                Nvme(recipe.nvme, name=f"rank{self.rank}", threads=recipe.nvme_threads)
-                if make is None
-                else make()
-            )
+            name, recipe = f"rank{self.rank}", self.recipe
+            self._store = Nvme(recipe.nvme, name=name, threads=recipe.nvme_threads)
         store: Nvme = self._store
         return store
 

@@ -50,8 +50,8 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     if "RANK" in environment or int(environment.get("SLURM_STEP_NUM_TASKS", "1")) < 2:
         return {}
     hosts = environment.get("SLURM_STEP_NODELIST", "localhost")
-    # "node7,node9" or "node[07-09,12]-ib": the first host of the list
-    first = re.match(r"([^\[,]+)(?:\[(\w+)[^\]]*\]([^,]*))?", hosts)
+    # "node7,node9" or "rack[1-2]node[07-09,12]-ib": the first host of the list
+    first = re.match(r"(?:[^\[,]|\[[^\]]*\])+", hosts)
     local = re.match(r"\d+", environment.get("SLURM_STEP_TASKS_PER_NODE", "1"))
     assert first is not None
     # Every task must compute the same port without communication; two steps of one job must differ
@@ -61,7 +61,7 @@ def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
         "WORLD_SIZE": environment["SLURM_STEP_NUM_TASKS"],
         "LOCAL_RANK": environment.get("SLURM_LOCALID", "0"),
         "LOCAL_WORLD_SIZE": local.group() if local else "1",
-        "MASTER_ADDR": "".join(part or "" for part in first.groups()),
+        "MASTER_ADDR": re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group()),
         "MASTER_PORT": str(20000 + step % 20000),
     }
 

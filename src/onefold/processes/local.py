@@ -60,16 +60,18 @@ def local_ranks(
     command = dict.fromkeys(each, ("-m", "onefold.processes.local", *arguments))
     told = DefaultLogsSpecs(str(logs), Std.NONE if printed else Std.ALL)
     logging.disable(logging.CRITICAL)  # the ranks report errors better than torch does here
-    # This process has handlers of its own
-    with patch.dict(os.environ, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT"):
-        ranks = start_processes("rank", sys.executable, command, each, told)
-    end = partial(ranks.close, signal.SIGKILL)
-    put_in_order.append(end)  # should a signal end this process
     try:
-        yield ranks
+        # This process has handlers of its own
+        with patch.dict(os.environ, TORCHELASTIC_SIGNALS_TO_HANDLE="SIGQUIT"):
+            ranks = start_processes("rank", sys.executable, command, each, told)
+        end = partial(ranks.close, signal.SIGKILL)
+        put_in_order.append(end)  # should a signal end this process
+        try:
+            yield ranks
+        finally:
+            end()
+            put_in_order.remove(end)
     finally:
-        end()
-        put_in_order.remove(end)
         logging.disable(logging.NOTSET)
 
 

@@ -44,8 +44,8 @@ from onefold.memory import TierError
 if TYPE_CHECKING:
     from onefold.runtime.engine import Engine
 
-#: Options that say how torch computes an update, not which.
-_HOW = ("foreach", "fused", "capturable", "differentiable")
+#: Options that say how torch computes an update, not which. A load does not change them.
+HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
 def agree_and_finish(engine: Engine, learn: bool) -> None:
@@ -130,7 +130,7 @@ def of_step(optimizer: Optimizer, members: Mapping[int, str]) -> Iterator[str]:
     for number, those in members.items():
         group = f"group {number}: "
         for key, value in optimizer.param_groups[number].items():
-            option = key == "lr" or (key in optimizer.defaults and key not in _HOW)
+            option = key == "lr" or (key in optimizer.defaults and key not in HOW)
             if option and (said := in_words(value)):
                 yield f"{group}{key}={said}"
         yield group + those

@@ -88,6 +88,38 @@ class Handle:
         return out if self.spec is None else dtensor_over(out, self.spec)
 
 
+class Kept:
+    """What autograd keeps in place of a tensor that stays as it is: it checks the version of no tensor
+    that a hook has packed, so that a write in place would give a wrong gradient in silence.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, t: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            # A node may save its own output. Without detach() the node and the tensor would form a
+            # reference cycle.
+            self.tensor = t if t.grad_fn is None else t.detach()
+            self.version = t._version
+
+    def read(self) -> torch.Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            refuse_other_version(self.tensor, self.version, self.tensor.size())
+            return self.tensor
+
+
+def refuse_other_version(watch: torch.Tensor, version: int, size: torch.Size) -> None:
+    """Raise RuntimeError if the version counter of `watch` has left `version`."""
+    if watch._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(size)}, {watch.dtype}, that a gradient is computed from has"
+            " been modified by an inplace operation since it was saved: it is at version"
+            f" {watch._version}, the gradient needs version {version}. Write `x = x + 1` instead of"
+            " `x += 1`, or change a clone(); torch.autograd.set_detect_anomaly(True) shows which"
+            " operation saved it."
+        )
+
+
 def is_in(buffers: Mapping[int, Any], t: torch.Tensor) -> bool:
     """Whether `t` lies in one of `buffers`, which are by storage."""
     t = local_of(t)
@@ -115,7 +147,7 @@ def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hoo
     sees them in the recomputation: they are not taken before.
     """
     top: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    outer_pack, outer_unpack = top or (None, None)
+    outer_pack, outer_unpack = top or (Kept, Kept.read)
     recomputed = getattr(outer_pack, "__module__", None) == "torch.utils.checkpoint"
 
     def pack(t: torch.Tensor) -> Any:
@@ -136,15 +168,11 @@ def saving(gathers: Iterable[Gatherer], stays: bool = True) -> saved_tensors_hoo
                     offset = base + local.storage_offset()
                     spec = None if local is t else t._spec  # type: ignore[attr-defined]
                     return Handle(gather, found, local, offset, spec, stays)
-        if outer_pack:
-            return outer_pack(t)
-        # A node that saves its own output must not keep alive the tensor that refers to the node.
-        return t if t.is_leaf else t.detach()
+        return outer_pack(t)
 
     def unpack(saved: Any) -> torch.Tensor:
-        if isinstance(saved, Handle):
-            return saved.read()
-        return outer_unpack(saved) if outer_unpack else saved
+        t: torch.Tensor = saved.read() if isinstance(saved, Handle) else outer_unpack(saved)
+        return t
 
     return saved_tensors_hooks(pack, unpack)
 
