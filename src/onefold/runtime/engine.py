@@ -200,7 +200,7 @@ class Engine:
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
-        offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
+        offloaded = offloaded_units([s.trained for s in specs], recipe, group.topology)
         self.transfers = capabilities.transfers(self)
         self.pool = Pool(device, memory, paged=bool(offloaded) and recipe.on_disk)
         # Waits until the save that is under way has read masters and states

@@ -55,7 +55,7 @@ def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[
                 f"whole={pattern!r} matches no parameter of this model, so no group is stepped whole by"
                 f" it. Its first parameter is {names[0]!r}."
             )
-    yield from offload_notes(sizes, recipe, engine.world_size)
+    yield from offload_notes(sizes, recipe, group.topology)
     if "tp" in engine.mesh.data and any(e.box is not None for e in engine.entries):
         yield (
             f"data={engine.mesh.data} names the axis 'tp', along which gradients are then divided"
