@@ -150,7 +150,8 @@ class Engine:
             it in a backward pass, and the next optimizer step raises it on all of them, so that no
             rank takes a step that another does not take.
         failure_agreed: some rank had a `failure` at the last such agreement.
-        last_failure: the most recent error of background work, raised or not.
+        last_failure: the most recent error of background work since the ranks last agreed that there
+            is none, raised by `wait()` of a save or not.
         closed: the engine has let go of everything.
     """
 
@@ -485,12 +486,18 @@ class Engine:
             note(self.group.updates, name, items)
 
     def tell_failure(self) -> None:
-        """Raise the error of background work: the one not raised yet, or else the most recent."""
+        """Raise the error of background work: the one not raised yet, or else the most recent.
+
+        Raises:
+            RuntimeError: it is another rank's alone.
+        """
         self.settle()  # another rank's work may have failed first: wait for this rank's error
         failure = self.failure or self.last_failure
-        self.failure, self.failure_agreed = None, False
-        if failure is not None:
-            raise failure
+        self.failure, self.last_failure, self.failure_agreed = None, None, False
+        raise failure or RuntimeError(
+            "another rank failed beside the passes (in a step during the backward pass, or in a save):"
+            " read what it says. This rank has not stepped what it steps here."
+        )
 
     # -- other -------------------------------------------------------------------------------------
 
