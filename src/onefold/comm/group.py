@@ -631,6 +631,7 @@ class Group:
         if self.rank == 0 or self.alone:
             return
         for t, part in zip(some, message.split(sizes), strict=True):
+            part = part.to(t.device)  # a buffer may stay on the host
             if t.device.type != "cpu" or not torch.equal(as_bytes(t), part):
                 # clone(): a part may begin at an address that is not aligned for the dtype
                 t.copy_(part.clone().view(t.dtype).view(t.shape))
