@@ -304,7 +304,7 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
     devices = {p.device for p in module.parameters() if not p.is_meta}
     if device is not None:
         where = with_index(device)
-        if devices - {where}:
+        if (devices | {b.device for b in module.buffers() if not b.is_meta}) - {where}:
             for param in () if at_once else module.parameters():
                 param.grad = None  # laying out drops it; `_apply` would move it first
 
