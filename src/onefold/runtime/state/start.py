@@ -107,7 +107,7 @@ def showing(engine: Engine, shown: Mapping[Entry, nn.Parameter]) -> Iterator[Non
     """Let the modules hold other parameters inside, with which `state_dict()` and passes work as those
     of a plain model do.
     """
-    before = engine.full_params_depth
+    before = engine.full_params_depth, engine.full_params_write
     # With one rank, code may have put something else there, which stays
     places = [
         (entry, *place)
@@ -117,7 +117,7 @@ def showing(engine: Engine, shown: Mapping[Entry, nn.Parameter]) -> Iterator[Non
     ]
 
     def back() -> None:
-        engine.full_params_depth = before
+        engine.full_params_depth, engine.full_params_write = before
         with disable_torch_function():
             for entry, *place in places:
                 put(*place, entry.param)
@@ -169,8 +169,8 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
                     whole = flat.view(full, entry)
                     seen = whole if entry.box is None else entry.box.over(whole)
                     shown[entry] = nn.Parameter(seen, requires_grad=False)
-        engine.full_params_write = write
         with showing(engine, shown):
+            engine.full_params_write = write
             try:
                 yield module
             finally:
