@@ -15,7 +15,7 @@ from onefold.comm.communicators import REPLICATE
 from onefold.layout.holders import Mesh
 from onefold.recipe import Recipe
 from onefold.recipe.core import OPTIONS
-from onefold.recipe.rows import GROUP
+from onefold.recipe.rows import GROUP, NODE
 from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.buffers import unlike
 from onefold.runtime.engine import Engine
@@ -109,11 +109,11 @@ def with_replicas(recipe: Recipe, ranks: Mesh) -> Recipe:
         return recipe
     each = ranks.data_size // replicas
     divides = recipe.parameters.over == GROUP
-    if divides and isinstance(recipe.inner, int) and recipe.inner != each:
+    if recipe.inner not in (None, each, NODE if divides else None):
         raise ValueError(
-            f"the recipe divides state inside groups of {recipe.inner} ranks, and the mesh has"
-            f" {replicas} replicas of {each} data ranks ({REPLICATE}). Leave the recipe's group out,"
-            " or make it the same."
+            f"the recipe names groups ({recipe.inner!r}), and the mesh has {replicas} replicas of"
+            f" {each} data ranks ({REPLICATE}), which are the groups. Leave the recipe's group out, or"
+            " make it the same."
         )
     if not divides:
         return recipe.replace(shard_group=each, group=None)
