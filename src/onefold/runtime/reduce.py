@@ -174,8 +174,7 @@ class Reducer:
             flat = entry.flat
             filled = entry in flat.filled
             flat.filled.add(entry)
-            if entry.nbytes:  # else its view is no view of the buffer
-                alike[flat, filled, entry.parts].append((entry, grad))
+            alike[flat, filled, entry.parts].append((entry, grad))
         for (flat, filled, parts), pairs in alike.items():
             self._add(flat, filled, parts, pairs)
 
@@ -188,8 +187,8 @@ class Reducer:
             buffer = self.pool.take(narrow.numel(), sums, self._category, flat.unit_name)
             flat.grad = buffer.copy_(narrow)
             self.pool.give(narrow)
-        scale, every = flat.early_scale * parts * engine.factor, flat.views(buffer)
-        views, grads = [every[e.index] for e, _ in pairs], [grad for _, grad in pairs]
+        scale = flat.early_scale * parts * engine.factor
+        views, grads = [flat.view(buffer, e) for e, _ in pairs], [grad for _, grad in pairs]
         if filled:
             torch._foreach_add_(views, grads, alpha=scale)
         elif scale != 1 and any(grad.itemsize > buffer.itemsize for grad in grads):
