@@ -42,7 +42,6 @@ from onefold.runtime.state.checks import (
     with_replicas,
 )
 from onefold.runtime.state.start import fetch, lay_out, materialize, modules_of, notes
-from onefold.runtime.stepper import Stepper
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import find_units
 
@@ -282,12 +281,12 @@ class Capabilities:
         made = Pairwise if flat.spec.added_by(hop) == "pairwise" else Rows
         return made(flat, at, engine)
 
-    def steppers(self, engine: Engine) -> list[Stepper]:
+    def steppers(self, engine: Engine) -> tuple[WholeStep, ApartStepper]:
         """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py. The
         last may step in the backward pass too.
         """
         # The first takes no shards on disks, and those on the host before the stepper of all others there
-        return [WholeStep(engine), ApartStepper(engine)]
+        return WholeStep(engine), ApartStepper(engine)
 
     def activations(self, engine: Engine) -> Activations:
         if engine.recipe.offload_activations is None:

@@ -42,11 +42,12 @@ from onefold.runtime.parameters.values import IN_BACKWARD, count_writes, given_o
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.passes import Graph, Passes
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.stepper import Choice, Stepper
+from onefold.runtime.stepper import Choice
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.units import UnitSpec, offloaded_units
 
 if TYPE_CHECKING:
+    from onefold.offload.step import ApartStepper
     from onefold.sharding import Capabilities
 
 
@@ -156,7 +157,7 @@ class Engine:
     """
 
     numbers = count()  # of the engines of this process
-    early: Stepper
+    early: ApartStepper  # the one that may step in the backward pass
     gather: Gatherer
     reduce: Reducer
     passes: Passes
@@ -231,7 +232,7 @@ class Engine:
 
         # In this order: each takes what it needs of those before
         self.steppers = capabilities.steppers(self)
-        self.early = self.steppers[-1]
+        self.early = self.steppers[1]
         self.choices: weakref.WeakKeyDictionary[Any, Choice] = weakref.WeakKeyDictionary()
         self.gather = Gatherer(self)
         self.activations: Activations = capabilities.activations(self)
