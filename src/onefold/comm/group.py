@@ -134,8 +134,6 @@ class Shared:
         self.ranks = sorted(self.mesh.ranks)
         self.device, self.timeout, self.inner = device, timeout, inner
         self.node_of = dict(zip(self.ranks, nodes_of(self.ranks, ranks_of_a_node()), strict=True))
-        if isinstance(inner, int):
-            self.inner_of(self.ranks)  # raises before anything is made
         several = len(self.ranks) > 1
         self.rank = dist.get_rank() if several else self.ranks[0]
         self.backend = backend_of(self.mesh.group, device) if several else ""

@@ -334,8 +334,6 @@ class Flat:
         """Lay out one parameter, over `data`."""
         slot, old = entry.slot, entry.param
         entry.active = old.requires_grad
-        if isinstance(old, ShardedParameter):
-            raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
         faced = faced_class(kind := type(old))
         if old.is_meta or (kind is not nn.Parameter and faced is ShardedParameter):
             # `.data` gives a version counter of its own, as a parameter that keeps its identity

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 
-from onefold.comm import Group
 from onefold.comm.communicators import REPLICATE
 from onefold.layout.holders import Mesh
 from onefold.recipe import Recipe
@@ -33,9 +32,9 @@ def refuse_arguments(
     recipe: Recipe,
     units: Sequence[str | type] | None,
     init: Callable[[nn.Module], object] | None,
-    group: Any = None,
-    mesh: Any = None,
-    data: Any = None,
+    group: Any,
+    mesh: Any,
+    data: Any,
 ) -> None:
     """Raise ValueError for arguments of `shard()` that are invalid by themselves."""
     if not isinstance(module, nn.Module):
@@ -45,7 +44,7 @@ def refuse_arguments(
         raise ValueError(
             f"init={init!r}: expected a function that initializes one module in place, or None."
         )
-    if mesh is not None and group is not None and not isinstance(group, Group):
+    if mesh is not None and group is not None:
         raise ValueError(
             "shard() was given both group=... and mesh=...: a mesh names all ranks that run this"
             " module, so leave group out."
