@@ -165,9 +165,11 @@ class EMA:
         found = whole_state_dict(self._engine, self._model, parts, items)
         if self._engine.rank != 0:
             return {}
-        return {"n_averaged": torch.tensor(self.updates, device="cpu")} | {
-            f"module.{name}": value for name, value in found.items()
-        }
+        out = OrderedDict[str, Any](n_averaged=torch.tensor(self.updates, device="cpu"))
+        out.update({f"module.{name}": value for name, value in found.items()})
+        versions: Any = getattr(found, "_metadata", {})
+        out._metadata = {f"module.{path}".rstrip("."): v for path, v in versions.items()}  # type: ignore[attr-defined]
+        return out
 
     def load_state_dict(self, state_dict: Mapping[str, Any] | None) -> None:
         """Load a whole dict of `state_dict()` or of torch's `AveragedModel`. Collective.
@@ -209,7 +211,12 @@ class EMA:
                 " torch's AveragedModel.state_dict() returned (n_averaged, module.<name>, ...)."
             )
         plain = {n.removeprefix("module."): v for n, v in state.items() if n.startswith("module.")}
-        dressed = _as_saved_by(self._model, plain, getattr(state, "_metadata", None))
+        dressed, versions = OrderedDict(plain), getattr(state, "_metadata", {}).items()
+        dressed._metadata = {  # type: ignore[attr-defined]
+            path.removeprefix("module").removeprefix("."): version
+            for path, version in versions
+            if path
+        }
         take(self._engine, self._model, dressed, False, given, buffers=False)
         if lost := [entry.name for entry in self._averages if entry.name not in given]:
             raise ValueError(f"'module.{lost[0]}' is missing.")
@@ -228,23 +235,6 @@ class EMA:
             " full_params(write=True)) inside ema.applied(), where they are the averages: leave it"
             " first."
         )
-
-
-def _as_saved_by(
-    model: nn.Module, state: Mapping[str, Any], metadata: Mapping[str, Any] | None
-) -> OrderedDict[str, Any]:
-    """Return `state` for the model's own `load_state_dict`: with the versions of its modules, those of
-    today if AveragedModel's `metadata` does not say them.
-    """
-    out = OrderedDict(state)
-    if metadata is None:
-        modules = model.named_modules(remove_duplicate=False)
-        versions = {path: {"version": module._version} for path, module in modules}
-    else:
-        inside = (path for path in metadata if f"{path}.".startswith("module."))
-        versions = {path[len("module.") :]: metadata[path] for path in inside}
-    out._metadata = versions  # type: ignore[attr-defined]
-    return out
 
 
 def _wide(entry: Entry) -> torch.Tensor:

@@ -42,7 +42,6 @@ from onefold.runtime.state.checks import (
     with_replicas,
 )
 from onefold.runtime.state.start import fetch, lay_out, materialize, modules_of, notes
-from onefold.runtime.stepper import Stepper
 from onefold.runtime.storage import Storage
 from onefold.runtime.units import find_units
 
@@ -282,12 +281,12 @@ class Capabilities:
         made = Pairwise if flat.spec.added_by(hop) == "pairwise" else Rows
         return made(flat, at, engine)
 
-    def steppers(self, engine: Engine) -> list[Stepper]:
+    def steppers(self, engine: Engine) -> tuple[WholeStep, ApartStepper]:
         """Return who steps the shards, in the order in which they are asked: see runtime/stepper.py. The
         last may step in the backward pass too.
         """
         # The first takes no shards on disks, and those on the host before the stepper of all others there
-        return [WholeStep(engine), ApartStepper(engine)]
+        return WholeStep(engine), ApartStepper(engine)
 
     def activations(self, engine: Engine) -> Activations:
         if engine.recipe.offload_activations is None:
@@ -304,7 +303,7 @@ def _device(module: nn.Module, device: torch.device | str | None, at_once: bool)
     devices = {p.device for p in module.parameters() if not p.is_meta}
     if device is not None:
         where = with_index(device)
-        if devices - {where}:
+        if (devices | {b.device for b in module.buffers() if not b.is_meta}) - {where}:
             for param in () if at_once else module.parameters():
                 param.grad = None  # laying out drops it; `_apply` would move it first
 

@@ -371,6 +371,8 @@ def test_after_an_error_parameters_are_as_they_were(folder: Path) -> None:
         model.gain.fill_(0.5)
     with gathered(model):
         assert (gain == 0.5).all() and torch.equal(weight, built(TinyMLP).enter.weight)
+        with pytest.raises(RuntimeError, match="to the outer"), onefold.full_params(model, True):
+            pass
     disk = {"device": "nvme", "nvme_path": str(folder)}
     engine = made(3, zero={"offload_optimizer": disk, "offload_param": disk})
     weight = engine.enter.weight

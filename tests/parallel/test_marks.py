@@ -179,6 +179,11 @@ def given(**options: Any) -> Callable[[], Any]:
     return call
 
 
+def groups_beside_replicas() -> None:
+    mesh, recipe = mesh_of(names=("dp_replicate", "dp")), onefold.Recipe.zero(2, group="flat")
+    onefold.shard(nn.Linear(6, 2), recipe, mesh=mesh, data=("dp_replicate", "dp"))
+
+
 MESH: dict[str, Any] = {"mesh": "the mesh"}
 REFUSED: list[tuple[Callable[[], Any], str]] = [
     (a_data_axis_left_out, "add 'cp' to data"),
@@ -188,6 +193,7 @@ REFUSED: list[tuple[Callable[[], Any], str]] = [
     (given(**MESH), "give data="),
     (given(**MESH, data="batch"), "'batch', and the mesh has the axes 'dp', 'tp'"),
     (given(**MESH, data=("dp", "dp")), "'dp' twice"),
+    (groups_beside_replicas, "2 replicas of 2 data ranks"),
     (given(data="dp"), "names axes of a mesh"),
     (given(group="the mesh"), "several axes as mesh"),
     (given(**MESH, data="dp", partial=["wieght"]), "Did you mean 'weight'"),

@@ -30,8 +30,8 @@ def loss(of: nn.Module, rank: int, micro_batch: int, alone: bool) -> Tensor:
     return of(inputs).float().square().mean() * (not (alone and rank))
 
 
-def expected(ranks: int, micro_batches: int, alone: bool) -> dict[str, Tensor]:
-    """The mean over the ranks of the sums over micro-batches, rounded to bf16 once."""
+def expected(ranks: int, micro_batches: int, alone: bool, wire: torch.dtype) -> dict[str, Tensor]:
+    """The mean over the ranks of the sums over micro-batches, rounded to `wire` once."""
     plain = model()
     total = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in plain.named_parameters()}
     for rank in range(ranks):
@@ -40,7 +40,7 @@ def expected(ranks: int, micro_batches: int, alone: bool) -> dict[str, Tensor]:
             loss(plain, rank, micro_batch, alone).backward()
             for name, p in plain.named_parameters():
                 total[name] += p.grad.float()
-    return {name: (gradient * (1.0 / ranks)).to(BF16).float() for name, gradient in total.items()}
+    return {name: (gradient * (1.0 / ranks)).to(wire).float() for name, gradient in total.items()}
 
 
 def found(micro_batches: int, alone: bool, **recipe: object) -> dict[str, Tensor]:
@@ -57,7 +57,8 @@ def found(micro_batches: int, alone: bool, **recipe: object) -> dict[str, Tensor
 
 
 def compare(ranks: int, micro_batches: int, alone: bool = False, **recipe: object) -> None:
-    wanted = expected(ranks, micro_batches, alone)
+    wire = torch.float32 if recipe.get("wire") == "fp32" else BF16
+    wanted = expected(ranks, micro_batches, alone, wire)
     for name, gradient in found(micro_batches, alone, **recipe).items():
         # Weights of size 1 in fp32 tell a gradient within 2^-23; a second rounding to bf16 moves
         # it by up to 2^-9 of itself
@@ -69,6 +70,12 @@ def compare(ranks: int, micro_batches: int, alone: bool = False, **recipe: objec
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_mean_over_three_ranks_is_rounded_to_16_bits_once(stage: int) -> None:
     compare(3, 1, stage=stage)
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_with_fp32_on_the_wire_nothing_is_rounded_to_16_bits(stage: int) -> None:
+    compare(3, 1, stage=stage, wire="fp32")
 
 
 @on_ranks(2)

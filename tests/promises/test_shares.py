@@ -18,15 +18,11 @@ UNITS, WIDTH, RANKS = 5, 64, 2
 ELEMENTS = WIDTH * WIDTH // RANKS
 
 
-@on_ranks(RANKS)
-@pytest.mark.parametrize("given", [0.3, 0.6, 1.0, "40KB", "100KB"])
-@pytest.mark.parametrize("stage", [1, 3])
-def test_as_many_units_leave_the_device_as_a_share_or_a_budget_says(
-    stage: int, given: float | str
-) -> None:
+def check(given: float | str, stage: int, **options: object) -> None:
+    """As many units leave the device as `given` says."""
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS)]
     recipe = onefold.Recipe.zero(
-        stage, precision="bf16", offload_optimizer="cpu", offload_amount=given
+        stage, precision="bf16", offload_optimizer="cpu", offload_amount=given, **options
     )
     model = onefold.shard(built(lambda: nn.Sequential(*layers)), recipe)
     optimizer = adamw(model)
@@ -43,3 +39,17 @@ def test_as_many_units_leave_the_device_as_a_share_or_a_budget_says(
         moments = held.get(tier, {}).get("moments", 0)
         assert masters == 4 * ELEMENTS * units, f"{tier}: {held}"
         assert 0 <= moments - 8 * ELEMENTS * units <= 8 * UNITS, f"{tier}: {held}"  # step counts
+
+
+@on_ranks(RANKS)
+@pytest.mark.parametrize("given", [0.3, 0.6, 1.0, "40KB", "100KB"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_as_many_units_leave_the_device_as_a_share_or_a_budget_says(
+    stage: int, given: float | str
+) -> None:
+    check(given, stage)
+
+
+@on_ranks(2 * RANKS)
+def test_a_budget_is_of_a_rank_also_where_states_are_divided_inside_groups() -> None:
+    check("100KB", 3, shard_group=RANKS)

@@ -8,12 +8,14 @@ import contextlib
 import copy
 import math
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import looks
@@ -137,6 +139,38 @@ def test_gradients_are_gone_behind_the_backward_pass_that_steps_them(folder: Pat
     assert all(there[0]) and not any(there[1])
     with pytest.raises(ValueError, match="step_in_backward"):
         onefold.clip_grad_norm_(model, 1.0)
+
+
+class Breaking(torch.optim.SGD):
+    """Its step fails once `breaks` is True; then `broken` is set."""
+
+    breaks, broken = False, threading.Event()
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.breaks:
+            self.broken.set()
+            raise ZeroDivisionError
+        for p in (p for p in self.param_groups[0]["params"] if p.grad is not None):
+            p.data.add_(p.grad, alpha=-0.1)
+
+
+@on_ranks(2)
+def test_a_step_behind_the_backward_pass_that_fails_on_one_rank_is_raised_on_every_rank(
+    folder: Path,
+) -> None:
+    model: Any = sharded(folder, **BEHIND, in_flight=0)
+    fails = dist.get_rank() == 1
+    optimizer = Breaking(model.parameters(), lr=0.1)
+    model(features_of(0, 3, 7)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    Breaking.breaks = fails
+    if fails:  # before the end of the backward pass
+        last = model.body.enter.weight
+        last.register_hook(lambda grad: grad * Breaking.broken.wait(60.0))
+    model(features_of(1, 3, 7)).backward()
+    with pytest.raises(RuntimeError, match="half way" if fails else "another rank"):
+        optimizer.step()
 
 
 def test_a_unit_stepped_twice_or_with_another_rate_is_refused(tmp_path: Path) -> None:

@@ -307,6 +307,23 @@ class Renewed(nn.Linear):
 
 @on_ranks(2)
 @pytest.mark.parametrize("stage", [0, 3])
+def test_a_whole_state_dict_loads_as_of_the_version_that_saved_it(stage: int) -> None:
+    model, other = (
+        onefold.shard(built(lambda: Renewed(4, 4), seed), onefold.Recipe.zero(stage))
+        for seed in (0, 1)
+    )
+    state = onefold.full_state_dict(model)
+    onefold.load_full_state_dict(other, first(state))
+    assert not first(differences(state, onefold.full_state_dict(other)))
+    average = onefold.ema.EMA(model).state_dict()
+    if dist.get_rank() == 0:
+        plain = AveragedModel(built(lambda: Renewed(4, 4), 1))
+        plain.load_state_dict(average)
+        assert not differences(average, plain.state_dict())
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("hooks", [False, True])
 def test_an_average_is_loaded_as_it_was_saved_and_changes_nothing_else(
     stage: int, hooks: bool

@@ -114,12 +114,15 @@ def test_a_model_partly_on_the_meta_device_moves_to_another_device() -> None:
     virtual.start(seed=0)
     standin.register("cpu", "virtual")
     for group in (dist.new_subgroups(1)[0], standin.new_group()):
-        with torch.device("meta"):
-            model: Any = Model()
-        model.head = nn.Linear(8, 2)
-        onefold.shard(model, recipe(3), group=group, init=fill, device="virtual")
-        held = {t.device.type for t in (*model.parameters(), *model.buffers())}
-        assert held == {"virtual"}
+        for parameters in (True, False):
+            with torch.device("meta"):
+                model: Any = Model()
+            model.register_buffer("table", torch.ones(2))
+            if parameters:
+                model.head = nn.Linear(8, 2)
+            onefold.shard(model, recipe(3), group=group, init=fill, device="virtual")
+            held = {t.device.type for t in (*model.parameters(), *model.buffers())}
+            assert held == {"virtual"}
 
 
 # -- loaded later ----------------------------------------------------------------------------------

@@ -272,6 +272,18 @@ def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass() -> None:
 
 
 @pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
+@on_ranks(2, fresh=True)
+def test_a_buffer_that_stays_on_the_host_is_rank_0s_too() -> None:
+    virtual.start(seed=0)
+    standin.register("cpu", "virtual")
+    model: Any = nn.Linear(3, 1).to("virtual")
+    model.register_buffer("kept", torch.full((2,), float(dist.get_rank())))
+    recipe = onefold.Recipe.zero(2, stall_timeout=20.0)
+    onefold.shard(model, recipe, group=standin.new_group())
+    assert model.kept.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
 @on_ranks(4, fresh=True)
 def test_some_axes_of_a_mesh_have_communicators_of_their_ranks_alone(folder: Path) -> None:
     """The process group was made with its device, so that communicators of all ranks are split."""

@@ -58,9 +58,11 @@ class Together:
         group = across or engine.group
         self.rank, self.size = group.number, group.size
         self.ranks = sorted(group.ranks)
-        data = [engine.mesh.data_of.get(rank, (rank,)) for rank in self.ranks]
+        data_of = engine.mesh.data_of
+        data = [data_of.get(rank, (rank,)) for rank in self.ranks]
+        numbers = {at: number for number, at in enumerate(sorted(set(data)))}
         #: The number of each rank's data coordinate. Ranks with the same compute with the same data
-        self.data_of = [sorted(set(data)).index(at) for at in data]
+        self.data_of = [numbers[at] for at in data]
         if engine.group.stands_for_all:
             raise CheckpointError(
                 "this model is sharded over a process group of the fake backend, whose other ranks do"

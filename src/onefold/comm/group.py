@@ -134,8 +134,6 @@ class Shared:
         self.ranks = sorted(self.mesh.ranks)
         self.device, self.timeout, self.inner = device, timeout, inner
         self.node_of = dict(zip(self.ranks, nodes_of(self.ranks, ranks_of_a_node()), strict=True))
-        if isinstance(inner, int):
-            self.inner_of(self.ranks)  # raises before anything is made
         several = len(self.ranks) > 1
         self.rank = dist.get_rank() if several else self.ranks[0]
         self.backend = backend_of(self.mesh.group, device) if several else ""
@@ -631,6 +629,7 @@ class Group:
         if self.rank == 0 or self.alone:
             return
         for t, part in zip(some, message.split(sizes), strict=True):
+            part = part.to(t.device)  # a buffer may stay on the host
             if t.device.type != "cpu" or not torch.equal(as_bytes(t), part):
                 # clone(): a part may begin at an address that is not aligned for the dtype
                 t.copy_(part.clone().view(t.dtype).view(t.shape))

@@ -110,5 +110,6 @@ def _first_of_each_data_rank(accelerator: ShardingAccelerator) -> list[int]:
     mesh = onefold.engine_of(model).mesh if model is not None else None
     if mesh is None or not mesh.several or len(mesh.ranks) != accelerator.num_processes:
         return []
-    data = [mesh.data_of[rank] for rank in range(accelerator.num_processes)]
+    data_of = mesh.data_of
+    data = [data_of[rank] for rank in range(accelerator.num_processes)]
     return [data.index(at) for at in sorted(set(data))]

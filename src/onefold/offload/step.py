@@ -332,9 +332,10 @@ class ApartStepper(Stepper):
     # -- in the backward pass ----------------------------------------------------------------------
 
     def takes(self, flat: Flat, which: list[Entry]) -> bool:
-        """See `Stepper`. `which` must be all gradients of the flat buffer, and in memory. The answer is
-        False if a parameter that was frozen meanwhile gets its gradient of earlier micro-batches now:
-        this pass may still read its weights.
+        """Whether `flat` is stepped as soon as the gradients of the entries `which` are there. These
+        must be all gradients of the flat buffer, and in memory. The answer is False if a parameter
+        that was frozen meanwhile gets its gradient of earlier micro-batches now: this pass may still
+        read its weights.
         """
         storage = flat.storage
         if not (self._owners and storage.offloaded and self.engine.sync):
@@ -352,10 +353,12 @@ class ApartStepper(Stepper):
         return dict.fromkeys(optimizer for optimizer in found if optimizer is not None)
 
     def has_stepped(self, unit: Unit) -> bool:
+        """Whether part of the unit was stepped in the backward pass under way."""
         return any(e in self._stepped for flat in unit.flats for e in flat.entries)
 
     def landed(self, flat: Flat) -> None:
-        """See `Stepper`.
+        """Called for a flat buffer that `takes` accepts, once its gradients are `.grad` of its
+        parameters.
 
         Raises:
             RuntimeError: this is a second backward pass in which an optimizer would step, and its
@@ -412,6 +415,7 @@ class ApartStepper(Stepper):
             engine.transfers.broken = HALF
 
     def join(self) -> None:
+        """Wait for the steps in the backward pass that are under way."""
         while self._flying:
             self._flying.popleft().result()
         stepped, self._stepped = self._stepped, []

@@ -296,8 +296,8 @@ def units_of(
         ValueError: groups that do not divide the ranks.
     """
     degrees = ranks if isinstance(ranks, Degrees) else Degrees(dp=ranks)
-    every = degrees.dp * degrees.of_stage_without_dp
-    away = offloaded_units([u.trainable for u in model.units], recipe, every)
+    whole = exchanges(holding(degrees, ()), recipe, per_node, nccl, degrees.dp * degrees.cp)[0]
+    away = offloaded_units([u.trainable for u in model.units], recipe, whole)
 
     def unit_plan(unit: UnitShape, offloaded: bool) -> UnitPlan:
         kinds: dict[tuple[Dtypes, bool, bool, tuple[str, ...]], list[Parameter]] = {}

@@ -84,6 +84,8 @@ def agree_and_finish(engine: Engine, learn: bool) -> None:
         )
     bits = iter(np.unpackbits(np.frombuffer(found, np.uint8)).tolist())
     engine.failure_agreed = bool(next(bits))
+    if not engine.failure_agreed:  # what a rank had, every rank has been told
+        engine.last_failure = engine.failure
     used_anywhere = {e for e in engine.entries if next(bits)}
     late, gathered = ([u for u in units if next(bits)] for _ in range(2))
     reduce.finish(used_anywhere)

@@ -44,7 +44,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -277,7 +276,7 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
             rank: tuple(at[number]) for rank, (_, at) in zip(group.ranks, told, strict=True)
         }
         if group.stands_for_all:  # nobody answers
-            coordinates = _in_root_mesh(device_mesh, group.ranks)
+            coordinates = mesh.along(device_mesh.mesh_dim_names)
         keys = {
             rank: tuple(c for c, p in zip(at, placements, strict=True) if divides(p))
             for rank, at in coordinates.items()
@@ -292,16 +291,8 @@ def find_boxes(specs: Sequence[UnitSpec], group: Group, mesh: Mesh) -> Holders:
     return whole
 
 
-def _in_root_mesh(device_mesh: Any, ranks: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Return the coordinates of global ranks in meshes that are cut as this one is."""
-    root = device_mesh._get_root_mesh()
-    kept = [root.mesh_dim_names.index(name) for name in device_mesh.mesh_dim_names]
-    every = zip(_ranks_in(root), product(*map(range, root.shape)), strict=True)
-    return {rank: tuple(at[i] for i in kept) for rank, at in every if rank in ranks}
-
-
 def _ranks_in(device_mesh: Any) -> list[int]:
-    """Return the global ranks of a device mesh, the last axis fastest."""
+    """Return the global ranks of a device mesh."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     with unset_fake_temporarily():  # of a simulation: fake tensors have no values

@@ -42,11 +42,12 @@ from onefold.runtime.parameters.values import IN_BACKWARD, count_writes, given_o
 from onefold.runtime.parts import whole_masters
 from onefold.runtime.passes import Graph, Passes
 from onefold.runtime.reduce import Reducer
-from onefold.runtime.stepper import Choice, Stepper
+from onefold.runtime.stepper import Choice
 from onefold.runtime.uninitialized import Uninitialized
 from onefold.runtime.units import UnitSpec, offloaded_units
 
 if TYPE_CHECKING:
+    from onefold.offload.step import ApartStepper
     from onefold.sharding import Capabilities
 
 
@@ -150,12 +151,13 @@ class Engine:
             it in a backward pass, and the next optimizer step raises it on all of them, so that no
             rank takes a step that another does not take.
         failure_agreed: some rank had a `failure` at the last such agreement.
-        last_failure: the most recent error of background work, raised or not.
+        last_failure: the most recent error of background work since the ranks last agreed that there
+            is none, raised by `wait()` of a save or not.
         closed: the engine has let go of everything.
     """
 
     numbers = count()  # of the engines of this process
-    early: Stepper
+    early: ApartStepper  # the one that may step in the backward pass
     gather: Gatherer
     reduce: Reducer
     passes: Passes
@@ -200,7 +202,7 @@ class Engine:
         self.traffic = self.group.ledger
         self.memory = memory = MemoryLedger()
         self.traffic.wanted = lambda: memory.record
-        offloaded = offloaded_units([s.trained for s in specs], recipe, self.world_size)
+        offloaded = offloaded_units([s.trained for s in specs], recipe, group.topology)
         self.transfers = capabilities.transfers(self)
         self.pool = Pool(device, memory, paged=bool(offloaded) and recipe.on_disk)
         # Waits until the save that is under way has read masters and states
@@ -230,7 +232,7 @@ class Engine:
 
         # In this order: each takes what it needs of those before
         self.steppers = capabilities.steppers(self)
-        self.early = self.steppers[-1]
+        self.early = self.steppers[1]
         self.choices: weakref.WeakKeyDictionary[Any, Choice] = weakref.WeakKeyDictionary()
         self.gather = Gatherer(self)
         self.activations: Activations = capabilities.activations(self)
@@ -485,12 +487,18 @@ class Engine:
             note(self.group.updates, name, items)
 
     def tell_failure(self) -> None:
-        """Raise the error of background work: the one not raised yet, or else the most recent."""
+        """Raise the error of background work: the one not raised yet, or else the most recent.
+
+        Raises:
+            RuntimeError: it is another rank's alone.
+        """
         self.settle()  # another rank's work may have failed first: wait for this rank's error
         failure = self.failure or self.last_failure
-        self.failure, self.failure_agreed = None, False
-        if failure is not None:
-            raise failure
+        self.failure, self.last_failure, self.failure_agreed = None, None, False
+        raise failure or RuntimeError(
+            "another rank failed beside the passes (in a step during the backward pass, or in a save):"
+            " read what it says. This rank has not stepped what it steps here."
+        )
 
     # -- other -------------------------------------------------------------------------------------
 

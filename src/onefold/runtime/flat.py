@@ -80,6 +80,7 @@ class Entry:
 
     def __init__(self, found: Found, slot: Slot, index: int, flat: Flat) -> None:
         self.slot, self.index, self.names = slot, index, tuple(found.names)
+        self.strides = torch.empty(slot.shape, device="meta").stride()
         self.places: list[tuple[Any, str]] = [*found.places]  # the modules, until `bind` is done
         for module, _ in found.places if not flat.unsharded else ():
             follow_reads(module)
@@ -249,7 +250,6 @@ class Flat:
         self.unsharded = spec.unsharded
         pairs = zip(found, self.layout.slots, strict=True)
         self.entries = [Entry(f, slot, i, self) for i, (f, slot) in enumerate(pairs)]
-        self.empty = [entry for entry in self.entries if not entry.slot.numel]
         self.whole_master, self.resident = spec.whole_master, spec.resident
         # This rank's addresses: its part among the ranks of its group, and what its optimizer owns
         self.shard, self.owned = spec.shard, spec.owned
@@ -334,8 +334,6 @@ class Flat:
         """Lay out one parameter, over `data`."""
         slot, old = entry.slot, entry.param
         entry.active = old.requires_grad
-        if isinstance(old, ShardedParameter):
-            raise ValueError(f"parameter {slot.name!r} belongs to another sharded model already.")
         faced = faced_class(kind := type(old))
         if old.is_meta or (kind is not nn.Parameter and faced is ShardedParameter):
             # `.data` gives a version counter of its own, as a parameter that keeps its identity
@@ -385,7 +383,8 @@ class Flat:
 
     def view(self, buffer: torch.Tensor, entry: Entry) -> torch.Tensor:
         """`entry` as a view of a buffer over the whole address space, in its logical shape."""
-        return buffer[entry.slot.start : entry.slot.end].view(entry.slot.shape)
+        at = buffer.storage_offset() + entry.slot.start
+        return buffer.as_strided(entry.slot.shape, entry.strides, at)  # in one call
 
     @cached_property
     def gaps(self) -> list[slice]:
@@ -398,21 +397,6 @@ class Flat:
     def _ends(self) -> list[int]:
         """Where the elements of each entry begin and end among those that this rank owns."""
         return [at for entry in self.entries for at in (entry.here.start, entry.here.stop)]
-
-    @cached_property
-    def _pieces(self) -> tuple[list[torch.Tensor], list[int]]:
-        """Tensors of the shapes of all entries, and of what lies between them; and which are the
-        entries'.
-        """
-        pieces, places, end = list[torch.Tensor](), list[int](), 0
-        nothing = self.entries[0].released.new_empty(1)
-        for entry in self.entries:
-            if entry.slot.start > end:
-                pieces.append(nothing.expand(entry.slot.start - end))
-            places.append(len(pieces))
-            pieces.append(entry.released)
-            end = entry.slot.end
-        return [*pieces, nothing.expand(self.layout.numel - end)], places
 
     def own(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return this rank's elements of each entry in `part`, [owned], as its optimizer sees them:
@@ -447,15 +431,8 @@ class Flat:
         return self.copied != self.version
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Return all entries as views of a buffer over the whole address space, in their logical
-        shapes. One call makes all of them.
-        """
-        pieces, places = self._pieces
-        every = torch._C._nn.unflatten_dense_tensors(buffer, pieces)
-        views = [every[i] for i in places]
-        for entry in self.empty:  # torch returns a tensor of another shape
-            views[entry.index] = buffer.new_empty(entry.slot.shape)
-        return views
+        """Return `view` of all entries."""
+        return [self.view(buffer, entry) for entry in self.entries]
 
     def point_at(self, buffer: torch.Tensor | None) -> None:
         """Make the forward pass's parameters views of `buffer`; None leaves them without memory."""

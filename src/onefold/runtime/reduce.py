@@ -174,8 +174,7 @@ class Reducer:
             flat = entry.flat
             filled = entry in flat.filled
             flat.filled.add(entry)
-            if entry.nbytes:  # else its view is no view of the buffer
-                alike[flat, filled, entry.parts].append((entry, grad))
+            alike[flat, filled, entry.parts].append((entry, grad))
         for (flat, filled, parts), pairs in alike.items():
             self._add(flat, filled, parts, pairs)
 
@@ -189,22 +188,16 @@ class Reducer:
             flat.grad = buffer.copy_(narrow)
             self.pool.give(narrow)
         scale = flat.early_scale * parts * engine.factor
-        if len(pairs) == 1 or any(grad.dtype != buffer.dtype for _, grad in pairs):
-            for entry, grad in pairs:
-                view = flat.view(buffer, entry)
-                if filled:
-                    view.add_(grad, alpha=scale)
-                else:
-                    torch.mul(grad, scale, out=view) if scale != 1 else view.copy_(grad)
-            return
-        every, everything = flat.views(buffer), len(pairs) == len(flat.entries)
-        views, grads = [every[e.index] for e, _ in pairs], [grad for _, grad in pairs]
+        views, grads = [flat.view(buffer, e) for e, _ in pairs], [grad for _, grad in pairs]
         if filled:
             torch._foreach_add_(views, grads, alpha=scale)
-            return
-        torch._foreach_copy_(views, grads)
-        if scale != 1:
-            buffer.mul_(scale) if everything else torch._foreach_mul_(views, scale)
+        elif scale != 1 and any(grad.itemsize > buffer.itemsize for grad in grads):
+            for view, grad in zip(views, grads, strict=True):
+                torch.mul(grad, scale, out=view)  # a copy first would round twice
+        else:
+            torch._foreach_copy_(views, grads)
+            if scale != 1:
+                torch._foreach_mul_(views, scale)
 
     def passed_over(self, units: list[Unit]) -> None:
         """Let units that the backward pass went past without using them take part with zeros now:

@@ -41,7 +41,7 @@ from onefold.recipe.optimizers import Update
 from onefold.runtime.parameters.parameter import bare, face
 
 if TYPE_CHECKING:
-    from onefold.runtime.flat import Entry, Flat, Unit
+    from onefold.runtime.flat import Entry, Flat
 
 
 @dataclass(frozen=True)
@@ -88,27 +88,6 @@ class Stepper:
         Raises:
             TierError: on every rank, if a disk failed on one.
         """
-
-    # -- in the backward pass, asked of the engine's last ------------------------------------------
-
-    def takes(self, flat: Flat, which: list[Entry]) -> bool:
-        """Whether `flat` is stepped as soon as the gradients of the entries `which` are there."""
-        return False
-
-    def landed(self, flat: Flat) -> None:
-        """Called for a flat buffer that `takes` accepts, once its gradients are `.grad` of its
-        parameters.
-        """
-
-    def has_stepped(self, unit: Unit) -> bool:
-        """Whether part of the unit was stepped in the backward pass under way."""
-        return False
-
-    def join(self) -> None:
-        """Wait for the steps in the backward pass that are under way."""
-
-    def close(self) -> None:
-        """End the work in the background."""
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from os.path import commonprefix
 import torch
 from torch import nn
 
-from onefold.layout import LOW
+from onefold.layout import LOW, Topology
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.moments import FORMATS
+from onefold.recipe.rows import GROUP
 from onefold.runtime.boxes import Box, local_of
 
 
@@ -210,9 +211,9 @@ def keeps_dtype(found: Found) -> bool:
 # depends on sizes alone, so it is the same on every rank.
 
 
-def offloaded_units(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int]:
+def offloaded_units(sizes: Sequence[int], recipe: Recipe, ranks: Topology) -> set[int]:
     """Return the indices of the units whose state leaves the device, from the number of trained
-    elements in each. Units of frozen parameters alone have size 0.
+    elements in each. Units of frozen parameters alone have size 0. `ranks`: those of the model.
     """
     if recipe.optimizer.tier is Tier.DEVICE and recipe.parameters.tier is Tier.DEVICE:
         return set()
@@ -220,9 +221,10 @@ def offloaded_units(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int
         return set(range(len(sizes)))
     moments = 2 * FORMATS[recipe.moments or "fp32"].each
     a_parameter = torch.float32.itemsize + moments + recipe.gradients.dtype.itemsize
-    divided = ranks if recipe.optimizer.sharded else 1
     budget = sum(sizes) * recipe.offload_share
     if recipe.offload_bytes is not None:
+        divided = ranks.inner if recipe.optimizer.over == GROUP else ranks.size
+        divided = divided if recipe.optimizer.sharded else 1
         budget = min(budget, recipe.offload_bytes * divided / a_parameter)
     chosen, taken = set(), 0
     for index in reversed(range(len(sizes))):
@@ -234,7 +236,7 @@ def offloaded_units(sizes: Sequence[int], recipe: Recipe, ranks: int) -> set[int
     return chosen
 
 
-def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: int) -> list[str]:
+def offload_notes(sizes: Sequence[int], recipe: Recipe, ranks: Topology) -> list[str]:
     """Return a note for the user if a budget is too small for any unit. `sizes`: trained elements
     in each unit.
     """

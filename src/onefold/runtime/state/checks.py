@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import nn
 
-from onefold.comm import Group
 from onefold.comm.communicators import REPLICATE
 from onefold.layout.holders import Mesh
 from onefold.recipe import Recipe
 from onefold.recipe.core import OPTIONS
-from onefold.recipe.rows import GROUP
+from onefold.recipe.rows import GROUP, NODE
 from onefold.runtime.boxes import is_dtensor, local_of
 from onefold.runtime.buffers import unlike
 from onefold.runtime.engine import Engine
@@ -33,9 +32,9 @@ def refuse_arguments(
     recipe: Recipe,
     units: Sequence[str | type] | None,
     init: Callable[[nn.Module], object] | None,
-    group: Any = None,
-    mesh: Any = None,
-    data: Any = None,
+    group: Any,
+    mesh: Any,
+    data: Any,
 ) -> None:
     """Raise ValueError for arguments of `shard()` that are invalid by themselves."""
     if not isinstance(module, nn.Module):
@@ -45,7 +44,7 @@ def refuse_arguments(
         raise ValueError(
             f"init={init!r}: expected a function that initializes one module in place, or None."
         )
-    if mesh is not None and group is not None and not isinstance(group, Group):
+    if mesh is not None and group is not None:
         raise ValueError(
             "shard() was given both group=... and mesh=...: a mesh names all ranks that run this"
             " module, so leave group out."
@@ -109,11 +108,11 @@ def with_replicas(recipe: Recipe, ranks: Mesh) -> Recipe:
         return recipe
     each = ranks.data_size // replicas
     divides = recipe.parameters.over == GROUP
-    if divides and isinstance(recipe.inner, int) and recipe.inner != each:
+    if recipe.inner not in (None, each, NODE if divides else None):
         raise ValueError(
-            f"the recipe divides state inside groups of {recipe.inner} ranks, and the mesh has"
-            f" {replicas} replicas of {each} data ranks ({REPLICATE}). Leave the recipe's group out,"
-            " or make it the same."
+            f"the recipe names groups ({recipe.inner!r}), and the mesh has {replicas} replicas of"
+            f" {each} data ranks ({REPLICATE}), which are the groups. Leave the recipe's group out, or"
+            " make it the same."
         )
     if not divides:
         return recipe.replace(shard_group=each, group=None)

@@ -188,7 +188,9 @@ def whole_state_dict(
             for value in held.values()
             if isinstance(value, torch.Tensor)
         }
-        return {name: values.get(id(value), value) for name, value in held.items()}
+        for name, value in held.items():
+            held[name] = values.get(id(value), value)
+        return held  # the modules' own dict, which has their versions
 
 
 def load_full_state_dict(

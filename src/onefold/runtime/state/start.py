@@ -55,7 +55,7 @@ def notes(engine: Engine, sizes: Sequence[int], device_given: bool) -> Iterator[
                 f"whole={pattern!r} matches no parameter of this model, so no group is stepped whole by"
                 f" it. Its first parameter is {names[0]!r}."
             )
-    yield from offload_notes(sizes, recipe, engine.world_size)
+    yield from offload_notes(sizes, recipe, group.topology)
     if "tp" in engine.mesh.data and any(e.box is not None for e in engine.entries):
         yield (
             f"data={engine.mesh.data} names the axis 'tp', along which gradients are then divided"
@@ -107,7 +107,7 @@ def showing(engine: Engine, shown: Mapping[Entry, nn.Parameter]) -> Iterator[Non
     """Let the modules hold other parameters inside, with which `state_dict()` and passes work as those
     of a plain model do.
     """
-    before = engine.full_params_depth
+    before = engine.full_params_depth, engine.full_params_write
     # With one rank, code may have put something else there, which stays
     places = [
         (entry, *place)
@@ -117,7 +117,7 @@ def showing(engine: Engine, shown: Mapping[Entry, nn.Parameter]) -> Iterator[Non
     ]
 
     def back() -> None:
-        engine.full_params_depth = before
+        engine.full_params_depth, engine.full_params_write = before
         with disable_torch_function():
             for entry, *place in places:
                 put(*place, entry.param)
@@ -169,8 +169,8 @@ def full_params(module: nn.Module, write: bool = False) -> Iterator[nn.Module]:
                     whole = flat.view(full, entry)
                     seen = whole if entry.box is None else entry.box.over(whole)
                     shown[entry] = nn.Parameter(seen, requires_grad=False)
-        engine.full_params_write = write
         with showing(engine, shown):
+            engine.full_params_write = write
             try:
                 yield module
             finally:
