@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins import CheckpointIO
@@ -39,7 +40,6 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.hosts import in_precision
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import engine_of, is_sharded
-from onefold.runtime.state.start import has_meta
 
 #: The file of a folder, and the key of optimizer states in it.
 _FILE, _STATES = "lightning.pt", "optimizer_states"
@@ -193,12 +193,11 @@ class Strategy(DDPStrategy):
         if not isinstance(self.precision_plugin, HalfPrecision):
             # Under "bf16-true" the recipe makes the copies that compute; masters stay as they are
             self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        _update_properties(module, device=self.root_device)
+        for part in module.modules():
+            if not (*part.parameters(), *part.buffers()):
+                part.to(self.root_device)  # a metric has tensors that `shard` does not see
         onefold.shard(module, self.recipe, init=self._init, device=self.root_device)
-
-    def model_to_device(self) -> None:
-        """Move the module, except for parts on the meta device, which `onefold.shard` fills."""
-        _move(self._module(), self.root_device)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -419,12 +418,3 @@ class Strategy(DDPStrategy):
 def register() -> None:
     """Register the names of `Strategy` with Lightning, for `L.Trainer(strategy=...)`."""
     Strategy.register_strategies(StrategyRegistry)
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Move the module to `device`, except for submodules on the meta device."""
-    if not has_meta(module):
-        module.to(device)
-        return
-    for child in module.children():
-        _move(child, device)
