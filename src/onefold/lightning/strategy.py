@@ -21,8 +21,6 @@ import torch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
@@ -87,9 +85,7 @@ class Strategy(DDPStrategy):
         stage: 0 to 3.
         init: initializes one module in place. It is used for modules on the meta device that have
             no `reset_parameters()`.
-        cluster_environment: as in Lightning's DDPStrategy.
-        checkpoint_io: as in DDPStrategy.
-        process_group_backend: as in DDPStrategy.
+        process_group_backend: as in Lightning's DDPStrategy.
         timeout: as in DDPStrategy.
         start_method: as in DDPStrategy; only "popen" works.
         options: options of `onefold.Recipe.zero` besides `stage`: `precision="bf16"`,
@@ -110,11 +106,6 @@ class Strategy(DDPStrategy):
         *,
         stage: int | None = None,
         init: Callable[[nn.Module], object] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Any = None,
         process_group_backend: str | None = None,
         timeout: Any = None,
         start_method: str = "popen",
@@ -135,15 +126,7 @@ class Strategy(DDPStrategy):
                 " default), torchrun or Slurm."
             )
         waits = {} if timeout is None else {"timeout": timeout}
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            **waits,
-        )
+        super().__init__(process_group_backend=process_group_backend, **waits)
         self.recipe = self._given = recipe
         self._init = init
         # DDPStrategy's redirection sets flags of a DDP wrapper. Here there is no wrapper.
