@@ -239,13 +239,9 @@ class Strategy(DDPStrategy):
         return True  # the checkpoint is loaded into the shards
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not is_sharded(self._module()):
-            return super().lightning_module_state_dict()
         return _InFolder()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if not is_sharded(self._module()):
-            return super().optimizer_state(optimizer)
         return _InFolder()
 
     def save_checkpoint(
@@ -257,10 +253,6 @@ class Strategy(DDPStrategy):
             ValueError: `on_save_checkpoint` has changed the state dict, or the path is not in a file
                 system.
         """
-        module = self._module()
-        if not is_sharded(module):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
         path = str(self.broadcast(filepath))
         if storage_options is not None or "://" in path:
             raise ValueError(
@@ -279,7 +271,7 @@ class Strategy(DDPStrategy):
             rest[_STATES] = []  # says that the shards include optimizer states
         onefold.save(
             path,
-            model=module,
+            model=self._module(),
             optimizer=self._bare() if states is not None else None,
             step=int(checkpoint["global_step"]),
             tokenizer=_Beside(rest),
@@ -323,9 +315,6 @@ class Strategy(DDPStrategy):
             optimizer.load_state_dict(state)
 
     # -- the end -----------------------------------------------------------------------------------
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Do nothing: DDPStrategy's advice on unused parameters does not apply here."""
 
     def teardown(self) -> None:
         """Tear down the environment. The module and its optimizers stay sharded and in place."""
