@@ -278,6 +278,12 @@ def test_the_served_initialize_raises_deepspeeds_errors_and_leaves_open_what_lib
         ds.initialize(config=json_of(1))
     with pytest.raises(ds.DeepSpeedConfigError, match="did you mean 'zero_optimization'"):
         ds.initialize(model=built(TinyMLP), config=json_of(1, zero_optimisation={"stage": 1}))
+    for section, words in (
+        ("AdamW", "='AdamW': expected"),
+        ({"type": "SGD", "params": [1]}, r"\.params="),
+    ):
+        with pytest.raises(ds.DeepSpeedConfigError, match=f"^optimizer{words}"):
+            ds.initialize(model=built(TinyMLP), config=json_of(1, optimizer=section))
     file = folder / "ds.json"
     file.write_text(json.dumps(json_of(1)))
     args = argparse.Namespace(deepspeed_config=str(file), local_rank=0)
