@@ -84,8 +84,7 @@ class DeepSpeedConfig:
         skips_nonfinite: whether steps with gradients that are not finite are skipped on every rank.
 
     Args:
-        config: a dict, the path of a JSON file, the same JSON in URL-safe base64, or what `read`
-            returned.
+        config: a dict, the path of a JSON file, or what `read` returned.
         ranks: number of data-parallel ranks, for which batch sizes are checked if there are any; 0
             checks none. None takes those of the process group, and wants batch sizes.
 
