@@ -220,7 +220,7 @@ def _find(root: Path, tag: str | None) -> tuple[Path, dict[str, Any], dict[str, 
             "has_scaler": "cur_iter" in (source.value("scaler") or {}),
         }
         if isinstance(source, DeepSpeedSource):
-            counts = (source.steps, source.skipped, source.samples)
+            counts = (source.step, source.skipped, source.samples)
             own = {"counts": dict(zip(_COUNTS, counts, strict=True)), "frozen": True}
             return folder, own | found, source.extra
         said = source.value("extra")
