@@ -280,11 +280,6 @@ class DeepSpeedEngine(nn.Module):
         try:
             if self.is_gradient_accumulation_boundary():
                 self._optimizer_step(lr_kwargs or {})
-                every = self.settings.steps_per_print
-                if every and self.global_steps % every == 0 and self.global_rank == 0:
-                    rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
-                    counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
-                    print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}", flush=True)
         finally:
             self._stepping = False
         self.micro_steps += 1

@@ -314,7 +314,7 @@ class Root(Section):
     gradient_accumulation_steps: Positive | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     communication_data_type: Dtype | None = None
-    steps_per_print: Annotated[float, Field(ge=1)] | None = None
+    steps_per_print: Annotated[int | float | None, LOOP] = None
     wall_clock_breakdown: Annotated[bool, TIMES] = False
     dataloader_drop_last: bool = False
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], _lower] = "mean"
