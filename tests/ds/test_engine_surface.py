@@ -278,9 +278,8 @@ def test_sizes_data_and_attributes_of_an_engine() -> None:
     own = [[rank, rank + 2.0], [rank + 4.0, rank + 6.0]]
     assert [b.tolist() for b in engine.deepspeed_io(numbers, 2, route="eval")] == own
     assert engine.blocks is engine.module.blocks
-    for name, words in (("train_batch", "is not served here"), ("nothing", "its TinyMLP has")):
-        with pytest.raises(AttributeError, match=words):
-            getattr(engine, name)
+    with pytest.raises(AttributeError, match="its TinyMLP has"):
+        _ = engine.nothing
 
 
 @on_ranks(2)

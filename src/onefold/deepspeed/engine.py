@@ -87,19 +87,6 @@ _FACTS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "allreduce_gradients": lambda e: None,
     "empty_partition_cache": lambda e: None,
 }  # fmt: skip
-_ELSEWHERE = "offload_optimizer and offload_param in the configuration decide this"
-_AXES = "give onefold.shard(mesh=...) the axes beside data"
-#: Attributes of DeepSpeed's engine that this engine lacks: {name: why}.
-_NOT_SERVED: Mapping[str, str] = {
-    "train_batch": "it is a pipeline's, see onefold.parallel",
-    "eval_batch": "it is a pipeline's, see onefold.parallel",
-    "offload_states": _ELSEWHERE,
-    "reload_states": _ELSEWHERE,
-    "load_module_state_dict": "use onefold.load_full_state_dict(engine.module, state)",
-    "monitor": "monitors are not part of Onefold; log from your loop",
-    "flops_profiler": "profilers are not part of Onefold; see torch.utils.flop_counter",
-    "mpu": _AXES,
-}
 
 
 #: Calls a function at the end of the backward pass that runs.
@@ -592,8 +579,6 @@ class DeepSpeedEngine(nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if (why := _NOT_SERVED.get(name)) is not None:
-                raise AttributeError(f"engine.{name} is not served here: {why}.") from None
             raise AttributeError(
                 f"neither the engine nor its {type(self.module).__name__} has an attribute"
                 f" {name!r}."
