@@ -48,9 +48,10 @@ import onefold
 from onefold.checkpoint.together import Together
 from onefold.deepspeed import checkpoints
 from onefold.deepspeed.meaning import DeepSpeedConfig
-from onefold.deepspeed.precision import LossScaler, context_of, scale_gradients
+from onefold.deepspeed.precision import LossScaler, context_of
 from onefold.deepspeed.schema import FP16
 from onefold.device import available
+from onefold.optim.clip import scale_gradients
 from onefold.reading import StrPath
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.runtime.engine import Engine
@@ -319,7 +320,11 @@ class DeepSpeedEngine(nn.Module):
         norm = float(onefold.clip_grad_norm_(self.module, math.inf)) / scale
         finite = math.isfinite(norm)
         if finite:
-            scale_gradients(self.module, min(1.0, limit / (norm + 1e-6)) / scale)
+            factor = min(1.0, limit / (norm + 1e-6)) / scale
+            scale_gradients(
+                [onefold.engine_of(self.module)],
+                torch.tensor(factor, dtype=torch.float32, device="cpu"),
+            )
         self._norm = torch.tensor(norm, device="cpu")
         self.loss_scaler.update(not finite)
         if not finite and self.global_rank == 0:
