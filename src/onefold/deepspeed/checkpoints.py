@@ -226,8 +226,8 @@ def _find(root: Path, tag: str | None) -> tuple[Path, dict[str, Any], dict[str, 
         said = source.value("extra")
         try:
             own, client_state = said["engine"], said["client_state"]
-            counts = {name: int(own["counts"][name]) for name in _COUNTS}
-            own = {"counts": counts, "frozen": bool(own["frozen"])}
+            kept = {name: int(own["counts"][name]) for name in _COUNTS}
+            own = {"counts": kept, "frozen": bool(own["frozen"])}
         except (KeyError, TypeError, ValueError, OverflowError):
             raise CheckpointError(
                 f"{folder} was not saved by an engine of onefold.initialize: load it with"
