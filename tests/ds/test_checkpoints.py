@@ -122,6 +122,14 @@ def test_parts_of_a_checkpoint_load_at_other_stages_and_tiers(
     assert first.load_checkpoint(place / "nowhere") == (None, None)
     with pytest.raises(onefold.CheckpointError, match="no checkpoint 'missing'"):
         first.load_checkpoint(place, "missing")
+    counts = {"global_steps": 2, "skipped_steps": 0, "global_samples": 8, "world_size": 99}
+    for tag, own in (("more", {"counts": counts, "frozen": True}), ("less", {"frozen": True})):
+        extra = {"engine": own, "client_state": {}}
+        onefold.save(place / tag, model=first.module, optimizer=first.optimizer, extra=extra)
+    first.load_checkpoint(place, "more", load_lr_scheduler_states=False)
+    assert (first.global_steps, first.world_size) == (2, 2)
+    with pytest.raises(onefold.CheckpointError, match="not saved by an engine"):
+        first.load_checkpoint(place, "less")
 
 
 @on_ranks(2)

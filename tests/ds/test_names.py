@@ -80,6 +80,7 @@ def test_functions_take_deepspeeds_arguments() -> None:
     ds, model = served(), built(TinyMLP)
     utils, adam = ds.utils, ds.ops.adam
     assert utils.set_z3_leaf_modules_by_name(model, module_names=["leave"]) == ([model.leave], [])
+    assert utils.z3_leaf_module(model.leave) and not utils.z3_leaf_module(model)
     ups = utils.set_z3_leaf_modules_by_suffix(model, module_name_suffixes=[".up"])[0]
     assert ups == [block.up for block in model.blocks]
     for made, kind in (

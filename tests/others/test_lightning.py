@@ -84,7 +84,7 @@ def test_checkpoints_go_on_at_other_stages_and_by_ddp(folder: Path) -> None:
 def test_its_loops_callbacks_and_models_without_memory(folder: Path) -> None:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from others.lit import Tuned, loader, trainer
+    from others.lit import Tuned, fitted, loader, trainer
 
     best = ModelCheckpoint(folder / "best", filename="{step}", monitor="val_loss", save_top_k=1)
     used = trainer(
@@ -112,6 +112,11 @@ def test_its_loops_callbacks_and_models_without_memory(folder: Path) -> None:
     assert strategy.broadcast(f"from {used.global_rank}") == "from 0"
     assert strategy.reduce(torch.tensor(used.global_rank + 1.0), reduce_op="sum").item() == 3.0
     assert strategy.reduce_boolean_decision(used.global_rank == 0, all=False)
+    plain = Tuned()
+    plain.to = lambda *where: pytest.fail(
+        f"all of the model moved to {where} before it was divided"
+    )
+    fitted(folder, {"stage": 3}, module=plain)
 
 
 @slow

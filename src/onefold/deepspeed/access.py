@@ -14,6 +14,7 @@ and for a value of another size. What a full function writes must be the same on
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -76,14 +77,6 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     return _whole(param, optim_state_key, held)
 
 
-def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    return _local(param, _GRADIENT)
-
-
-def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    return _local(param, _MASTERS)
-
-
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """A rank that has no element of the parameter gets an empty tensor once the optimizer has such
     states of other parameters.
@@ -94,14 +87,6 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
         if any(optim_state_key in state for state in others):
             return torch.empty(0, device=param.device)
     return found
-
-
-def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    overwrite(param, _GRADIENT, piece(param, value))
-
-
-def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    overwrite(param, _MASTERS, piece(param, value))
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
@@ -121,18 +106,19 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(grad, param))
 
 
-def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
-    overwrite(param, _GRADIENT, value)
-
-
-def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    overwrite(param, _MASTERS, value)
-
-
 def safe_set_local_optimizer_state(
     param: nn.Parameter, value: Tensor, optim_state_key: str
 ) -> None:
     overwrite(param, optim_state_key, value)
+
+
+#: Called with the same arguments as the functions of optimizer states, without the key.
+safe_get_local_grad = partial(safe_get_local_optimizer_state, optim_state_key=_GRADIENT)
+safe_get_local_fp32_param = partial(safe_get_local_optimizer_state, optim_state_key=_MASTERS)
+safe_set_local_grad = partial(safe_set_local_optimizer_state, optim_state_key=_GRADIENT)
+safe_set_local_fp32_param = partial(safe_set_local_optimizer_state, optim_state_key=_MASTERS)
+safe_set_full_grad = partial(safe_set_full_optimizer_state, optim_state_key=_GRADIENT)
+safe_set_full_fp32_param = partial(safe_set_full_optimizer_state, optim_state_key=_MASTERS)
 
 
 # -- this rank's elements --------------------------------------------------------------------------

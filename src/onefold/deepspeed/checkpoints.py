@@ -220,16 +220,20 @@ def _find(root: Path, tag: str | None) -> tuple[Path, dict[str, Any], dict[str, 
             "has_scaler": "cur_iter" in (source.value("scaler") or {}),
         }
         if isinstance(source, DeepSpeedSource):
-            counts = (source.steps, source.skipped, source.samples)
+            counts = (source.step, source.skipped, source.samples)
             own = {"counts": dict(zip(_COUNTS, counts, strict=True)), "frozen": True}
             return folder, own | found, source.extra
         said = source.value("extra")
-        if not isinstance(said, dict) or said.keys() != {"engine", "client_state"}:
+        try:
+            own, client_state = said["engine"], said["client_state"]
+            kept = {name: int(own["counts"][name]) for name in _COUNTS}
+            own = {"counts": kept, "frozen": bool(own["frozen"])}
+        except (KeyError, TypeError, ValueError, OverflowError):
             raise CheckpointError(
                 f"{folder} was not saved by an engine of onefold.initialize: load it with"
                 " onefold.load(path, model=engine.module, optimizer=engine.optimizer)."
-            )
-        return folder, said["engine"] | found, said["client_state"]
+            ) from None
+        return folder, own | found, client_state
 
 
 def _point_to(root: Path, tag: str) -> None:

@@ -48,9 +48,10 @@ import onefold
 from onefold.checkpoint.together import Together
 from onefold.deepspeed import checkpoints
 from onefold.deepspeed.meaning import DeepSpeedConfig
-from onefold.deepspeed.precision import LossScaler, context_of, scale_gradients
+from onefold.deepspeed.precision import LossScaler, context_of
 from onefold.deepspeed.schema import FP16
 from onefold.device import available
+from onefold.optim.clip import scale_gradients
 from onefold.reading import StrPath
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.runtime.engine import Engine
@@ -87,19 +88,6 @@ _FACTS: Mapping[str, Callable[[DeepSpeedEngine], Any]] = {
     "allreduce_gradients": lambda e: None,
     "empty_partition_cache": lambda e: None,
 }  # fmt: skip
-_ELSEWHERE = "offload_optimizer and offload_param in the configuration decide this"
-_AXES = "give onefold.shard(mesh=...) the axes beside data"
-#: Attributes of DeepSpeed's engine that this engine lacks: {name: why}.
-_NOT_SERVED: Mapping[str, str] = {
-    "train_batch": "it is a pipeline's, see onefold.parallel",
-    "eval_batch": "it is a pipeline's, see onefold.parallel",
-    "offload_states": _ELSEWHERE,
-    "reload_states": _ELSEWHERE,
-    "load_module_state_dict": "use onefold.load_full_state_dict(engine.module, state)",
-    "monitor": "monitors are not part of Onefold; log from your loop",
-    "flops_profiler": "profilers are not part of Onefold; see torch.utils.flop_counter",
-    "mpu": _AXES,
-}
 
 
 #: Calls a function at the end of the backward pass that runs.
@@ -280,11 +268,6 @@ class DeepSpeedEngine(nn.Module):
         try:
             if self.is_gradient_accumulation_boundary():
                 self._optimizer_step(lr_kwargs or {})
-                every = self.settings.steps_per_print
-                if every and self.global_steps % every == 0 and self.global_rank == 0:
-                    rates = ", ".join(f"{rate:.4g}" for rate in self.get_lr())
-                    counts = f"step {self.global_steps}, skipped {self.skipped_steps}"
-                    print(f"{counts}, lr [{rates}], loss scale {self.cur_scale:g}", flush=True)
         finally:
             self._stepping = False
         self.micro_steps += 1
@@ -337,7 +320,11 @@ class DeepSpeedEngine(nn.Module):
         norm = float(onefold.clip_grad_norm_(self.module, math.inf)) / scale
         finite = math.isfinite(norm)
         if finite:
-            scale_gradients(self.module, min(1.0, limit / (norm + 1e-6)) / scale)
+            factor = min(1.0, limit / (norm + 1e-6)) / scale
+            scale_gradients(
+                [onefold.engine_of(self.module)],
+                torch.tensor(factor, dtype=torch.float32, device="cpu"),
+            )
         self._norm = torch.tensor(norm, device="cpu")
         self.loss_scaler.update(not finite)
         if not finite and self.global_rank == 0:
@@ -597,8 +584,6 @@ class DeepSpeedEngine(nn.Module):
         try:
             return getattr(self.module, name)
         except AttributeError:
-            if (why := _NOT_SERVED.get(name)) is not None:
-                raise AttributeError(f"engine.{name} is not served here: {why}.") from None
             raise AttributeError(
                 f"neither the engine nor its {type(self.module).__name__} has an attribute"
                 f" {name!r}."

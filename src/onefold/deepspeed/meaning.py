@@ -21,7 +21,6 @@ As in DeepSpeed, ZeRO++ and offload_param have an effect at stage 3 only.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -84,8 +83,7 @@ class DeepSpeedConfig:
         skips_nonfinite: whether steps with gradients that are not finite are skipped on every rank.
 
     Args:
-        config: a dict, the path of a JSON file, the same JSON in URL-safe base64, or what `read`
-            returned.
+        config: a dict, the path of a JSON file, or what `read` returned.
         ranks: number of data-parallel ranks, for which batch sizes are checked if there are any; 0
             checks none. None takes those of the process group, and wants batch sizes.
 
@@ -134,8 +132,6 @@ class DeepSpeedConfig:
         sized = root.train_batch_size or root.train_micro_batch_size_per_gpu
         if ranks is None or (ranks and sized):
             self._configure_train_batch_size()
-        steps = root.steps_per_print
-        self.steps_per_print = None if steps is None or math.isinf(steps) else int(steps)
         one_by_one = "overlap_comm" in zero.model_fields_set and not zero.overlap_comm
         unfetched = zero.prefetch_bucket_size == 0 or (one_by_one and zero.stage == 3)
         arguments = {

@@ -31,7 +31,6 @@ import torch
 from torch import nn
 
 from onefold.deepspeed.schema import FP16
-from onefold.optim.clip import in_memory
 
 __all__ = [
     "PARAM_COMM_DTYPE_ATTR_NAME",
@@ -203,19 +202,6 @@ class LossScaler:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         for name in _STATE:
             setattr(self, name, state[name])
-
-
-def scale_gradients(module: nn.Module, factor: float) -> None:
-    """Multiply every gradient of this rank by `factor`, wherever it is stored.
-
-    Gradients on NVMe are multiplied when they are next read.
-    """
-    with torch.no_grad():
-        here, on_disk = in_memory(module.parameters())
-        for gradients in here.values():
-            torch._foreach_mul_(gradients, factor)
-        for storage in on_disk:
-            storage.scale_gradients(torch.tensor(factor, device="cpu"))
 
 
 # -- names under `deepspeed.runtime.torch_autocast` ------------------------------------------------

@@ -76,8 +76,6 @@ def recognizes(path: Path | str) -> bool:
     """Whether `path` is a tag folder, or a folder with tag folders. Only file names are read."""
     path = Path(path)
     try:
-        if not path.is_dir() or (path / "manifest.json").exists():
-            return False
         return _is_tag(path) or bool(_tags(path))
     except OSError:
         return False
@@ -108,10 +106,6 @@ def _tags(folder: Path) -> list[str]:
 
 def _chosen(path: Path) -> Path:
     """Return the tag folder: `path` itself, or one in it."""
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path} is no folder: give the one that was given to DeepSpeed's save_checkpoint."
-        )
     if _is_tag(path):
         return path
     tag = named_in(path) or ""
@@ -336,7 +330,7 @@ class DeepSpeedSource(Source):
     Attributes:
         folder: the tag folder.
         stage: 1, 2 or 3. ranks: data-parallel ranks.
-        steps, skipped, samples: optimizer steps, those skipped for an overflow among them, and
+        step, skipped, samples: optimizer steps, those skipped for an overflow among them, and
             samples of all ranks.
         scheduler: the state of the learning-rate schedule, or None.
         scaler: the attributes of the loss scaler (`cur_scale`, `cur_iter`, ...), or None.
@@ -381,7 +375,7 @@ class DeepSpeedSource(Source):
                 " files *_optim_states.pt: some were not copied, or others were left by an earlier"
                 " run that used the same tag."
             )
-        self.step = self.steps = int(model["global_steps"])
+        self.step = int(model["global_steps"])
         self.skipped = int(model["skipped_steps"])
         self.samples = int(model.get("global_samples") or 0)
         # Copied, because a memory-mapped tensor changes or disappears with its file.

@@ -1,4 +1,4 @@
-"""Read a DeepSpeed configuration: a dict, a JSON or Hjson file, or JSON in URL-safe base64.
+"""Read a DeepSpeed configuration: a dict, or a JSON or Hjson file.
 
     config -> one dict -> `Root` of schema.py -> `DeepSpeedConfig` of meaning.py
                           each key has one `Outcome`
@@ -14,8 +14,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import difflib
 import json
 import os
@@ -28,7 +26,7 @@ from pydantic import AliasChoices, ValidationError
 from pydantic.fields import FieldInfo
 
 from onefold.deepspeed.schema import Inert, Later, Params, Root, Section
-from onefold.reading import parse_json
+from onefold.reading import parse_json, short
 
 __all__ = ["DeepSpeedConfigError"]
 
@@ -70,9 +68,7 @@ class Read:
         for outcome in self.outcomes:
             if outcome.outcome == "refused":
                 error = NotImplementedError if outcome.later else DeepSpeedConfigError
-                value = repr(outcome.value)
-                value = value if len(value) <= 80 else f"{value[:77]}..."
-                raise error(f"{outcome.path}={value}: {outcome.why}")
+                raise error(f"{outcome.path}={short(outcome.value)}: {outcome.why}")
 
 
 def load(config: Any) -> dict[str, Any]:
@@ -88,28 +84,19 @@ def load(config: Any) -> dict[str, Any]:
         raise DeepSpeedConfigError(
             f"config is a {type(config).__name__}: expected a dict or the path of a JSON file."
         )
-    try:
-        found = Path(config).is_file()
-    except OSError:  # a base64 text may be longer than a file name can be
-        found = False
-    if found:
-        text = Path(config).read_text(encoding="utf-8")
-    else:
-        try:
-            text = base64.urlsafe_b64decode(os.fspath(config)).decode()
-        except (binascii.Error, ValueError):
-            raise FileNotFoundError(
-                f"there is no DeepSpeed configuration at {os.fspath(config)!r}: expected a JSON"
-                " file, or a dict."
-            ) from None
-    name = config if found else "the base64 configuration"
+    if not Path(config).is_file():
+        raise FileNotFoundError(
+            f"there is no DeepSpeed configuration at {os.fspath(config)!r}: expected a JSON file, or"
+            " a dict."
+        )
+    text = Path(config).read_text(encoding="utf-8")
     try:
         tree = parse_json(text, _once)
     except json.JSONDecodeError as error:
-        tree = _hjson(text, f"{name} is not JSON: {error}")
+        tree = _hjson(text, f"{config} is not JSON: {error}")
     if not isinstance(tree, dict):
         raise DeepSpeedConfigError(
-            f'{name} holds a {type(tree).__name__}: expected an object, such as {{"bf16":'
+            f'{config} holds a {type(tree).__name__}: expected an object, such as {{"bf16":'
             ' {"enabled": true}}.'
         )
     return tree
@@ -139,8 +126,6 @@ def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 def read(config: Any) -> Read:
     """Read a configuration. What is wrong with it is among the outcomes: see `Read.refuse`."""
     given = load(config)
-    if isinstance(zero := given.get("zero_optimization"), bool):  # an old file's
-        given["zero_optimization"] = {"stage": int(zero)}
     chosen, wrong = _chosen(given), dict[str, str]()
     while True:
         try:

@@ -112,22 +112,22 @@ class OffloadDeviceEnum(StrEnum):
     nvme = "nvme"
 
 
-class DeepSpeedZeroOffloadParamConfig(Section):
+class Offload(Section):
     device: Annotated[OffloadDeviceEnum, _lower] = OffloadDeviceEnum.none
     nvme_path: str | None = None
+    pin_memory: Annotated[bool, PINNED] = True
+
+
+class DeepSpeedZeroOffloadParamConfig(Offload):
     buffer_count: Annotated[Natural, NVME] = 5
     buffer_size: Annotated[Size, NVME] = 1e8
     max_in_cpu: Annotated[Size, NVME] = 1e9
-    pin_memory: Annotated[bool, PINNED] = True
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(Section):
+class DeepSpeedZeroOffloadOptimizerConfig(Offload):
     unread = {NVME: "fast_init", HOST: "super_offload cpuadam_cores_perc"}
-    device: Annotated[OffloadDeviceEnum, _lower] = OffloadDeviceEnum.none
-    nvme_path: str | None = None
     ratio: Annotated[float, Field(ge=0, le=1)] = 1.0
     buffer_count: Annotated[Natural, NVME] = 4
-    pin_memory: Annotated[bool, PINNED] = True
     pipeline_read: Annotated[bool, NVME] = False
     pipeline_write: Annotated[bool, NVME] = False
 
@@ -314,7 +314,7 @@ class Root(Section):
     gradient_accumulation_steps: Positive | None = None
     gradient_clipping: Annotated[float, Field(ge=0)] = 1.0
     communication_data_type: Dtype | None = None
-    steps_per_print: Annotated[float, Field(ge=1)] | None = None
+    steps_per_print: Annotated[int | float | None, LOOP] = None
     wall_clock_breakdown: Annotated[bool, TIMES] = False
     dataloader_drop_last: bool = False
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], _lower] = "mean"

@@ -135,12 +135,14 @@ class ServedModule(ModuleType):
         full = f"{self.__name__}.{name}"
         if name == "__all__":  # `from deepspeed.utils import *`
             return [known for _, names in _files(self.__name__) for known in names]
-        if full in MODULES:
-            return importlib.import_module(full)
-        for file, names in _files(self.__name__):
+        for file, names in _files(
+            self.__name__
+        ):  # before modules: `z3_leaf_module` is a function too
             if name in names:
                 found = self.__dict__[name] = getattr(file, name)
                 return found
+        if full in MODULES:
+            return importlib.import_module(full)
         if name.startswith("__") and name.endswith("__"):  # names that Python itself looks up
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         raise AttributeError(_no(full))

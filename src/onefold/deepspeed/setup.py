@@ -182,8 +182,10 @@ def _configuration(
             f" was given {len(said)} by config=, config_params= and args.deepspeed_config."
         )
     given = load(*said)
-    params = (given.get("optimizer") or {}).get("params") or {}
-    if optimizer is None and not chosen and "auto" in params.values():
+    section = given.get("optimizer")
+    params = section.get("params") if isinstance(section, Mapping) else None
+    values = params.values() if isinstance(params, Mapping) else ()
+    if optimizer is None and not chosen and "auto" in values:
         # A model that is only evaluated, given the configuration of one that is trained
         given = {k: v for k, v in given.items() if k not in ("optimizer", "scheduler")}
     if optimizer is None and "optimizer" not in given:

@@ -45,7 +45,6 @@ from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
@@ -54,7 +53,7 @@ from onefold.deepspeed import divided
 from onefold.deepspeed.access import VALUES, overwrite, piece
 from onefold.deepspeed.divided import EARLY, agree, broadcast, leave
 from onefold.deepspeed.meaning import DeepSpeedConfig
-from onefold.deepspeed.utilities import join
+from onefold.deepspeed.utilities import get_world_size, join
 from onefold.recipe import COMPUTE_DTYPES
 from onefold.runtime.engine import Engine
 from onefold.runtime.flat import Entry
@@ -488,7 +487,7 @@ def give_facts(params: Iterable[nn.Parameter], checked: bool = False) -> None:
 
 
 def alone() -> bool:
-    return not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+    return get_world_size() == 1
 
 
 def status_of(param: nn.Parameter) -> ZeroParamStatus:

@@ -18,10 +18,9 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.plugins import CheckpointIO
-from lightning.pytorch.plugins.environments import ClusterEnvironment
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
@@ -39,7 +38,6 @@ from onefold.checkpoint.manifest import MANIFEST
 from onefold.hosts import in_precision
 from onefold.recipe import Recipe
 from onefold.runtime.hooks import engine_of, is_sharded
-from onefold.runtime.state.start import has_meta
 
 #: The file of a folder, and the key of optimizer states in it.
 _FILE, _STATES = "lightning.pt", "optimizer_states"
@@ -87,9 +85,7 @@ class Strategy(DDPStrategy):
         stage: 0 to 3.
         init: initializes one module in place. It is used for modules on the meta device that have
             no `reset_parameters()`.
-        cluster_environment: as in Lightning's DDPStrategy.
-        checkpoint_io: as in DDPStrategy.
-        process_group_backend: as in DDPStrategy.
+        process_group_backend: as in Lightning's DDPStrategy.
         timeout: as in DDPStrategy.
         start_method: as in DDPStrategy; only "popen" works.
         options: options of `onefold.Recipe.zero` besides `stage`: `precision="bf16"`,
@@ -110,11 +106,6 @@ class Strategy(DDPStrategy):
         *,
         stage: int | None = None,
         init: Callable[[nn.Module], object] | None = None,
-        accelerator: Any = None,
-        parallel_devices: list[torch.device] | None = None,
-        cluster_environment: ClusterEnvironment | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision_plugin: Any = None,
         process_group_backend: str | None = None,
         timeout: Any = None,
         start_method: str = "popen",
@@ -135,15 +126,7 @@ class Strategy(DDPStrategy):
                 " default), torchrun or Slurm."
             )
         waits = {} if timeout is None else {"timeout": timeout}
-        super().__init__(
-            accelerator=accelerator,
-            parallel_devices=parallel_devices,
-            cluster_environment=cluster_environment,
-            checkpoint_io=checkpoint_io,
-            precision_plugin=precision_plugin,
-            process_group_backend=process_group_backend,
-            **waits,
-        )
+        super().__init__(process_group_backend=process_group_backend, **waits)
         self.recipe = self._given = recipe
         self._init = init
         # DDPStrategy's redirection sets flags of a DDP wrapper. Here there is no wrapper.
@@ -193,12 +176,11 @@ class Strategy(DDPStrategy):
         if not isinstance(self.precision_plugin, HalfPrecision):
             # Under "bf16-true" the recipe makes the copies that compute; masters stay as they are
             self.precision_plugin.convert_module(module)
-        self.model_to_device()
+        _update_properties(module, device=self.root_device)
+        for part in module.modules():
+            if not (*part.parameters(), *part.buffers()):
+                part.to(self.root_device)  # a metric has tensors that `shard` does not see
         onefold.shard(module, self.recipe, init=self._init, device=self.root_device)
-
-    def model_to_device(self) -> None:
-        """Move the module, except for parts on the meta device, which `onefold.shard` fills."""
-        _move(self._module(), self.root_device)
 
     @contextlib.contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -257,13 +239,9 @@ class Strategy(DDPStrategy):
         return True  # the checkpoint is loaded into the shards
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        if not is_sharded(self._module()):
-            return super().lightning_module_state_dict()
         return _InFolder()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        if not is_sharded(self._module()):
-            return super().optimizer_state(optimizer)
         return _InFolder()
 
     def save_checkpoint(
@@ -275,10 +253,6 @@ class Strategy(DDPStrategy):
             ValueError: `on_save_checkpoint` has changed the state dict, or the path is not in a file
                 system.
         """
-        module = self._module()
-        if not is_sharded(module):
-            super().save_checkpoint(checkpoint, filepath, storage_options)
-            return
         path = str(self.broadcast(filepath))
         if storage_options is not None or "://" in path:
             raise ValueError(
@@ -297,7 +271,7 @@ class Strategy(DDPStrategy):
             rest[_STATES] = []  # says that the shards include optimizer states
         onefold.save(
             path,
-            model=module,
+            model=self._module(),
             optimizer=self._bare() if states is not None else None,
             step=int(checkpoint["global_step"]),
             tokenizer=_Beside(rest),
@@ -341,9 +315,6 @@ class Strategy(DDPStrategy):
             optimizer.load_state_dict(state)
 
     # -- the end -----------------------------------------------------------------------------------
-
-    def on_exception(self, exception: BaseException) -> None:
-        """Do nothing: DDPStrategy's advice on unused parameters does not apply here."""
 
     def teardown(self) -> None:
         """Tear down the environment. The module and its optimizers stay sharded and in place."""
@@ -419,12 +390,3 @@ class Strategy(DDPStrategy):
 def register() -> None:
     """Register the names of `Strategy` with Lightning, for `L.Trainer(strategy=...)`."""
     Strategy.register_strategies(StrategyRegistry)
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Move the module to `device`, except for submodules on the meta device."""
-    if not has_meta(module):
-        module.to(device)
-        return
-    for child in module.children():
-        _move(child, device)

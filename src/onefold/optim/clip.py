@@ -80,11 +80,19 @@ def clip_grad_norm_(
             engine.transfers.measures = p == 2
         if limit == math.inf:  # the factor is 1: no need to read the norm
             return total.to(torch.float32)
-        scale = (limit / (total + 1e-6)).clamp(max=1.0).to(torch.float32)
+        scale_gradients(engines, (limit / (total + 1e-6)).clamp(max=1.0).to(torch.float32))
+        return total.to(torch.float32)
+
+
+def scale_gradients(engines: Sequence[Engine], scale: torch.Tensor) -> None:
+    """Multiply all gradients by a 0-dim fp32 tensor, wherever they are stored: those on NVMe when they
+    are next read.
+    """
+    with disable_torch_function(), torch.no_grad():
         grads, on_disk = in_memory(e.param for engine in engines for e in engine.entries)
         host = grads.pop(torch.device("cpu"), [])
-        for here in grads.values():
-            torch._foreach_mul_(here, scale)
+        for device, here in grads.items():
+            torch._foreach_mul_(here, scale.to(device))
         # If gradients are on the host, read the factor: a factor of 1 saves a pass over them. The
         # host's step needs the value anyway. On a device, reading it would make the host wait. A fake
         # tensor has none.
@@ -95,7 +103,6 @@ def clip_grad_norm_(
                     torch._foreach_mul_(host, scale)
                 for storage in on_disk:
                     storage.scale_gradients(scale)
-        return total.to(torch.float32)
 
 
 def in_memory(
