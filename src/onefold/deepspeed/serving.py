@@ -135,9 +135,8 @@ class ServedModule(ModuleType):
         full = f"{self.__name__}.{name}"
         if name == "__all__":  # `from deepspeed.utils import *`
             return [known for _, names in _files(self.__name__) for known in names]
-        for file, names in _files(
-            self.__name__
-        ):  # before modules: `z3_leaf_module` is a function too
+        # Before modules: `z3_leaf_module` is a function too
+        for file, names in _files(self.__name__):
             if name in names:
                 found = self.__dict__[name] = getattr(file, name)
                 return found
