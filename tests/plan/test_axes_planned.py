@@ -301,6 +301,14 @@ def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
     assert found.recommended is not None and found.recommended.fits
 
 
+def test_a_search_passes_meshes_over_whose_ranks_the_jobs_groups_do_not_divide() -> None:
+    machine, asked = hardware.machine(16, 8, "h100-80"), {"tp": AUTO, "pp": 1, "cp": 1, "ep": 1}
+    found = plan("gpt2", machine, Job(options=(("group", 8),)), axes=asked)
+    assert found.stages and all(c.scheme.degrees.dp % 8 == 0 for c in found.stages)
+    with pytest.raises(ValueError, match="3"):
+        plan("gpt2", machine, Job(options=(("group", 3),)), axes=asked)
+
+
 # -- the command -----------------------------------------------------------------------------------
 
 

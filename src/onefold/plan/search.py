@@ -30,6 +30,7 @@ much convergence a codec costs.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -163,26 +164,25 @@ def side_by_side(
 
 def largest_micro_batch(question: Question, scheme: Scheme) -> Candidate | None:
     """Return the scheme at the largest micro-batch that fits and divides the global batch; None if
-    not even 1 fits. Bytes grow with it, and nearly as a straight line: two sizes say where to look
-    next. Raises ValueError: the global batch does not divide among the ranks.
+    not even 1 fits. What is spare says where to look next. Raises ValueError: the global batch does
+    not divide among the ranks.
     """
     job, ranks = question.job, question.machine.ranks
     sizes: Sequence[int] = range(1, MOST_SAMPLES + 1)
     if job.global_batch:
         replace(job, micro_batch=1).accumulation(ranks)
         sizes = [b for b in divisors(job.global_batch // ranks) if b <= MOST_SAMPLES]
-    best, seen = None, dict[int, int]()
-    guess, low, high = 1, 0, len(sizes) + 1
+    best = question.answer(replace(scheme, micro_batch=1))
+    if not best.fits:
+        return None
+    each = max(1, question.activities(1, scheme.checkpointing).peak)
+    low, high, step = 1, len(sizes) + 1, 1
     while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
+        # Not all of `each` grows with the samples: steps that fit become longer
+        guess = max(low + step, bisect_right(sizes, sizes[low - 1] + best.spare // each))
+        guess, step = guess if guess < high else (low + high) // 2, 2 * step
         found = question.answer(replace(scheme, micro_batch=sizes[guess - 1]))
-        seen[guess] = found.spare
         low, high, best = (guess, high, found) if found.fits else (low, guess, best)
-        guess = (low + high) // 2 if high <= len(sizes) else 2 * low
-        if len(seen) < 12 and len(near := sorted(seen, key=lambda n: abs(seen[n]))[:2]) == 2:
-            a, b = near
-            slope = (seen[a] - seen[b]) / (b - a)
-            guess = a + int(seen[a] // slope) if slope > 0 else guess
     return best
 
 
@@ -375,14 +375,20 @@ def meshes_of(
                 if nbytes <= question.machine.capacity:
                     possible.append((seconds, scheme))
     possible.sort(key=lambda one: (one[0], one[1].stage))
-    seen: list[Candidate] = []
+    seen, refused = list[Candidate](), None
     for seconds, scheme in possible[:MOST_ACCOUNTS]:
         kept = sorted(rows.values(), key=in_order)[:KEPT]
         if len(kept) == KEPT and seconds >= kept[-1].step:
             break
-        seen.append(one := question.answer(scheme))
+        try:
+            seen.append(one := question.answer(scheme))
+        except ValueError as error:  # the job's groups do not divide the ranks of this mesh
+            refused = refused or error
+            continue
         if one.fits:
             rows[scheme.degrees] = min(one, rows.get(scheme.degrees, one), key=in_order)
+    if refused is not None and not seen:
+        raise refused
     best = sorted(rows.values(), key=in_order)[:KEPT]
     return best or sorted(seen, key=lambda c: -c.spare)[:1], len(every)
 
@@ -415,9 +421,10 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
         there = replace(question, job=free, machine=larger)
         every = schemes(there)
         last = [s for s in every if (s.share, s.checkpointing) == (1.0, every[-1].checkpointing)]
-        if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
-            where = "Here" if larger is machine else f"On {larger.ranks} devices"
-            return f"{said} {where} {found.scheme} with micro-batch 1 would fit."
+        with suppress(ValueError):  # the job's groups do not divide that many ranks
+            if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
+                where = "Here" if larger is machine else f"On {larger.ranks} devices"
+                return f"{said} {where} {found.scheme} with micro-batch 1 would fit."
     return (
         f"{said} No number of devices would do: one unit is too large. Take smaller units, a"
         " shorter --seq or a larger device."
