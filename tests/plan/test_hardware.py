@@ -91,6 +91,11 @@ def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(
     assert "wrong.toml" in str(error.value)
 
 
+def test_a_row_of_a_file_is_a_gpu_of_a_table_whatever_its_name(tmp_path: Path) -> None:
+    made_up().save(tmp_path / "machine.toml")
+    assert not machine(2, gpu="here", file=tmp_path / "machine.toml").is_here
+
+
 def test_a_calibrated_machine_has_the_measured_figures() -> None:
     here = calibrated(made_up())
     assert (here.ranks, here.nodes, here.between) == (2, 1, None)

@@ -304,7 +304,9 @@ def machine_here(
             name="here", title="this machine", capacity=free, memory_bandwidth=1e10, fp32=1e12
         )
         host = known["host"]["default"]
-        found = Machine(gpu, ranks, local, between, host, shared=shared, is_timed=False)
+        found = Machine(
+            gpu, ranks, local, between, host, shared=shared, is_timed=False, is_here=True
+        )
     host = found.host.model_copy(update={"memory": beside[0], "nvme": beside[1]})
     gpu = found.gpu.model_copy(update={"capacity": int(free * USABLE)})
     return replace(found, gpu=gpu, host=host)

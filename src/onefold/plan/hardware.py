@@ -131,6 +131,7 @@ class Machine:
         shared: the device is a CPU: its memory is the host's, and copies stay within memory.
         is_timed: its speeds are known, from the table or measured.
         disk: a folder on the disk that was measured, "" for none.
+        is_here: it is this machine, not one of the table.
     """
 
     gpu: Gpu
@@ -143,6 +144,7 @@ class Machine:
     shared: bool = False
     is_timed: bool = True
     disk: str = ""
+    is_here: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks > self.per_node and self.ranks % self.per_node:
@@ -170,11 +172,6 @@ class Machine:
     def node_ranks(self) -> int | None:
         """Ranks of one node, as a launcher would say; None on a single node."""
         return self.local if self.nodes > 1 else None
-
-    @property
-    def is_here(self) -> bool:
-        """It is this machine, not one of the table."""
-        return self.gpu.name == "here"
 
     @property
     def capacity(self) -> int:
@@ -302,5 +299,5 @@ def calibrated(found: Calibration) -> Machine:
     software = Software(found.kernel_share, 1.0, found.hop_seconds, 0.0)
     return Machine(
         table.gpu("here"), found.ranks, found.ranks, None, table["host"]["default"], software, found.contention,
-        found.device == "cpu", disk=found.disk,
+        found.device == "cpu", disk=found.disk, is_here=True,
     )  # fmt: skip
