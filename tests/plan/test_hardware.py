@@ -72,6 +72,7 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
         ),
         ("[link.mine]\ntitle = 'x'", "link.mine.bandwidth is"),
         ("[gpus.mine]", "gpus is"),
+        ("[host.mine]\nmemory = 1e11", "host.mine"),
         ("not toml", "line 1"),
         ("a = " + "[" * 5000, "recursion"),
         (

@@ -303,7 +303,7 @@ def machine_here(
         gpu = Gpu(
             name="here", title="this machine", capacity=free, memory_bandwidth=1e10, fp32=1e12
         )
-        host = known["host"]["default"]
+        host = known.host
         found = Machine(
             gpu, ranks, local, between, host, shared=shared, is_timed=False, is_here=True
         )
