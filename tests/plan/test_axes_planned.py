@@ -287,7 +287,7 @@ def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
     asked = {"tp": AUTO, "pp": AUTO, "cp": 1, "ep": AUTO}
     found = plan(_tiny(), machine, job, axes=asked)
     question = question_of(_tiny(), machine, job)
-    every = meshes(question, asked, {})
+    every = meshes(question, asked)
     assert found.searched == len(every) > 10
     fastest: dict[Degrees, float] = {}
     for degrees, stage, how in itertools.product(every, (1, 2, 3), CHECKPOINTING):

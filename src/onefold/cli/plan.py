@@ -56,7 +56,6 @@ def plan(
     ep: Annotated[str, option("Data-parallel ranks with different experts, or auto.", _AXES)] = "1",
     chunks: Annotated[int, option("Parts of the model on each stage (interleaved).", _AXES)] = 1,
     no_sequence_parallel: Annotated[bool, option("Norms are not divided by tokens.", _AXES, "--no-sequence-parallel")] = False,
-    no_expert_tp: Annotated[bool, option("Tensor parallelism leaves experts whole.", _AXES, "--no-expert-tp")] = False,
     simulate: Annotated[
         bool, option("Also run the engine as one of all ranks, on fake samples, and compare bytes.", None, "--simulate")
     ] = False,
@@ -99,7 +98,6 @@ def plan(
         **axes,
         chunks=chunks,
         sequence_parallel=not no_sequence_parallel,
-        expert_tp=not no_expert_tp,
         seq=seq,
         micro_batch=0 if micro_batch == "auto" else _counted("--micro-batch", micro_batch),
         global_batch=global_batch,

@@ -267,28 +267,25 @@ MOST_CP, FEWEST_TOKENS = 32, 4096
 MOST_ACCOUNTS, KEPT = 300, 5
 
 
-def mesh_of(question: Question, asked: Mapping[str, Any], options: Mapping[str, Any]) -> Degrees:
-    """Return the mesh of the asked degrees. Raises ValueError: it is not possible for the model, the
+def mesh_of(question: Question, asked: Mapping[str, Any]) -> Degrees:
+    """Return the mesh of the asked fields of `Degrees`. Raises ValueError: it is not possible for the model, the
     machine, the sequence or the batch.
     """
     machine, job = question.machine, question.job
-    given: dict[str, Any] = {**asked, **options}
-    check(Degrees(dp=asked.get("ep", 1), **given), question.model, machine, job.seq)
-    degrees = Degrees.on(machine.ranks, **given)
+    check(Degrees(dp=asked.get("ep", 1), **asked), question.model, machine, job.seq)
+    degrees = Degrees.on(machine.ranks, **asked)
     question.micro_batches(Scheme(0, degrees=degrees, micro_batch=job.micro_batch))
     return degrees
 
 
-def meshes(
-    question: Question, asked: Mapping[str, Any], options: Mapping[str, Any]
-) -> list[Degrees]:
-    """Return every mesh that is possible for the model, the machine and the batch. A degree of
-    `asked` that is a number stays. Raises ValueError: none is, in the words of the first thing that
-    refuses it.
+def meshes(question: Question, asked: Mapping[str, Any]) -> list[Degrees]:
+    """Return every mesh that is possible for the model, the machine and the batch. A field of
+    `asked` that is not "auto" stays. Raises ValueError: none is, in the words of what refuses the
+    first.
     """
     machine, dims, seq = question.machine, dims_of(question.model), question.job.seq
     every = divisors(machine.ranks)
-    choices: dict[str, list[int]] = {
+    choices: dict[str, list[Any]] = {
         "tp": most_tp(dims, machine),
         "pp": [
             n
@@ -298,24 +295,19 @@ def meshes(
         "cp": [n for n in every if n <= MOST_CP and seq // n >= FEWEST_TOKENS] or [1],
         "ep": divisors(dims.experts) if dims.experts > 1 else [1],
     }
-    for name, value in asked.items():
-        if value != AUTO:
-            choices[name] = [value]
-    found = []
-    for sizes in itertools.product(*choices.values()):
-        mesh = dict(zip(choices, sizes, strict=True))
+    choices |= {name: [value] for name, value in asked.items() if value != AUTO}
+    found, refused = [], None
+    for fields in itertools.product(*choices.values()):
+        mesh = dict(zip(choices, fields, strict=True))
         # Chunks are for those meshes of a search that have a pipeline
-        left = asked.get("pp") == AUTO and mesh["pp"] == 1
-        more = {k: v for k, v in options.items() if not (left and k == "chunks")}
-        with suppress(ValueError):
-            found.append(mesh_of(question, mesh, more))
-    if not found:
-        mesh_of(question, {k: v for k, v in asked.items() if v != AUTO}, options)
-        raise ValueError(
-            f"no mesh of {machine.ranks} GPUs is possible for {question.model.name} with"
-            f" {', '.join(f'--{k} {v}' for k, v in asked.items())}: leave a degree to the search (auto),"
-            " or take another number of GPUs."
-        )
+        if asked.get("pp") == AUTO and mesh["pp"] == 1:
+            mesh["chunks"] = 1
+        try:
+            found.append(mesh_of(question, mesh))
+        except ValueError as error:
+            refused = refused or error
+    if not found and refused is not None:
+        raise refused
     return found
 
 
@@ -345,7 +337,6 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
 def meshes_of(
     question: Question,
     asked: Mapping[str, Any],
-    options: Mapping[str, Any],
     stages: tuple[int, ...],
 ) -> tuple[list[Candidate], int]:
     """Return (the asked mesh at each ZeRO stage, or the fastest candidate of each of the best meshes;
@@ -354,7 +345,7 @@ def meshes_of(
     job, rows = question.job, dict[Degrees, Candidate]()
     recomputes = (job.checkpointing,) if job.checkpointing else CHECKPOINTING
     if AUTO not in asked.values():
-        degrees, columns = mesh_of(question, asked, options), []
+        degrees, columns = mesh_of(question, asked), []
         for stage in stages or (0, 1, 2, 3):  # with as little recompute as fits
             schemes = [
                 Scheme(stage, how, "none", job.micro_batch, degrees=degrees) for how in recomputes
@@ -362,7 +353,7 @@ def meshes_of(
             found = [question.answer(scheme) for scheme in schemes]
             columns.append(next((c for c in found if c.fits), found[-1]))
         return columns, 0
-    every = meshes(question, asked, options)
+    every = meshes(question, asked)
     possible: list[tuple[float, Scheme]] = []
     for degrees in every:
         # In a pipeline stage 2 reduces at the boundary, as stage 1 does
