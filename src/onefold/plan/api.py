@@ -248,7 +248,6 @@ def _refuse(job: Job, machine: Machine) -> None:
             " change the pipeline's bubble; give --micro-batch 1, 2 or 4 and compare."
         )
     given = [n for n in _NOT_COUNTED if dict(job.options).get(n) not in (None, False)]
-    given += ["offload"] if job.offload not in ("", "none") else []
     given += ["lora"] if job.lora_rank else []
     given += [f"optimizer {job.optimizer}"] if PLANNED[job.optimizer].update == WHOLE else []
     if given:

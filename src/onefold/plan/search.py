@@ -77,13 +77,13 @@ def schemes(question: Question, stages: tuple[int, ...] = ()) -> list[Scheme]:
     ]
     usual = (0, 3) if machine.ranks == 1 else (1, 2, 3)
     found, refused = [], None
-    for offload in (job.offload,) if job.offload else places:
+    for offload in ("none",) if job.offload else places:
         way = OFFLOAD[offload]
         for checkpointing in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
-            for share in PARTS if way.in_part and not job.offload else (1.0,):
+            for share in PARTS if way.in_part else (1.0,):
                 possible = []
                 for stage in stages or (usual if offload == "none" else (2, 3)):
-                    if way.from_stage > stage and not job.offload:
+                    if stage == 0 and offload != "none":  # the ranks divide nothing
                         continue
                     try:
                         scheme = Scheme(
@@ -93,7 +93,7 @@ def schemes(question: Question, stages: tuple[int, ...] = ()) -> list[Scheme]:
                         scheme.recipe(job)
                         possible.append(scheme)
                     except ValueError as error:
-                        refused = error
+                        refused = refused or error
                 # One rank has nothing to divide
                 found += possible[:1] if machine.ranks == 1 and offload == "none" else possible
     if not found and refused is not None:
@@ -150,12 +150,10 @@ def side_by_side(
     like = best.scheme if best is not None else schemes(question, stages)[0]
     found = []
     for stage in (0, 1, 2, 3):
-        for offload in dict.fromkeys((question.job.offload or "none", "none")):
-            with suppress(ValueError):  # this stage excludes them
-                column = replace(like, stage=stage, offload=offload, share=1.0)
-                column.recipe(question.job)
-                found.append(question.answer(column))
-                break
+        with suppress(ValueError):  # this stage excludes them
+            column = replace(like, stage=stage, offload="none", share=1.0)
+            column.recipe(question.job)
+            found.append(question.answer(column))
     return found
 
 
@@ -217,11 +215,10 @@ def slow_links(
         return best, (), ()
     rows = []
     for stage in sorted({own, 3} if not stages or 3 in stages else {own}):
-        for name, way in COMMUNICATION.items():
-            with suppress(ValueError):  # the tiers exclude this stage or this way
-                if stage >= way.from_stage:
-                    asked = replace(best.scheme, stage=stage, communication=name)
-                    rows.append(question.answer(asked))
+        for name in COMMUNICATION:
+            with suppress(ValueError):  # this stage or the tiers exclude this way
+                asked = replace(best.scheme, stage=stage, communication=name)
+                rows.append(question.answer(asked))
     lossy = [c for c in rows if c.scheme.way.lossy]
     plain = [c for c in rows if c not in lossy and c.scheme.stage == own]
     taken = _faster(best, plain, GAIN, lambda c: c.account.peak_bytes) or best
