@@ -339,7 +339,6 @@ def transformer_of(module: nn.Module) -> Transformer | None:
     latent = sum(_first(config, (name,)) for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
     head_dim = latent or _first(config, ("head_dim",)) or hidden // heads
     own_ffn = _first(config, ("moe_intermediate_size",)) if experts > 1 else 0
-    tied = len({id(p) for p in _ends(module)}) < 2
     return Transformer(
         layers=layers,
         hidden=hidden,
@@ -350,14 +349,6 @@ def transformer_of(module: nn.Module) -> Transformer | None:
         head_dim=head_dim,
         experts=experts,
         active=_first(config, _ACTIVE) or 1,
-        tied=tied,
+        tied=bool(getattr(config, "tie_word_embeddings", True)),
         value_dim=_first(config, ("v_head_dim",)),
     )
-
-
-def _ends(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights of the token embedding and of the head."""
-    for get in ("get_input_embeddings", "get_output_embeddings"):
-        end = getattr(module, get, lambda: None)()
-        if end is not None and getattr(end, "weight", None) is not None:
-            yield end.weight
