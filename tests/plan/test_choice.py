@@ -19,7 +19,7 @@ from onefold.plan.activity import of_dims
 from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
-from onefold.plan.modules import architecture
+from onefold.plan.modules import model_shape, module_of
 from onefold.plan.search import ladder, largest_micro_batch, recommend
 from onefold.plan.shapes import ModelShape
 from onefold.tracing.trace import Activity
@@ -48,7 +48,7 @@ NAMES, GPUS = (
 def test_behind_the_stages_every_candidate_is_slower_than_the_one_before(
     name: str, gpu: str, ranks: int
 ) -> None:
-    shape, job = architecture(name), Job(seq=1024, precision="fp16")
+    shape, job = model_shape(module_of(name), name=name), Job(seq=1024, precision="fp16")
     assert shape.transformer is not None
     dims = shape.transformer
     asked = Question(

@@ -19,7 +19,7 @@ from onefold.plan.activity import of_dims, on_host
 from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import PARTS, Job, Scheme
-from onefold.plan.modules import architecture
+from onefold.plan.modules import model_shape, module_of
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import Tier
@@ -167,7 +167,7 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
 
 
 def test_activations_on_the_host_leave_the_device_what_runs_and_what_is_on_its_way() -> None:
-    shape = architecture("llama-3-8b")
+    shape = model_shape(module_of("llama-3-8b"), name="llama-3-8b")
     assert shape.transformer is not None
     whole = of_dims(shape, shape.transformer, 1, 2048, 2, "none")
     peaks = {budget: on_host(whole, budget, shared=False).peak for budget in (1 << 32, 1 << 62)}

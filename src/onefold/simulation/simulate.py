@@ -176,7 +176,7 @@ def simulate(
     _check(recipe, degrees, rank, micro_batches, optimizer)
     begun, name = time.perf_counter(), ""
     if isinstance(model, str | Path):
-        name = row.name if (row := known(model)) else ""
+        name = known(model) or ""
         model = module_of(model, as_it_is=recipe.parameters.dtype is None)
     shape = model if isinstance(model, ModelShape) else model_shape(model, recipe.units, name=name)
     with one_of(degrees.ranks, rank, per_node):
