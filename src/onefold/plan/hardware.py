@@ -201,9 +201,9 @@ class Catalogue(BaseModel, extra="forbid"):
     a table more.
     """
 
-    gpus: dict[str, Gpu] = Field({}, alias="gpu")
-    links: dict[str, Link] = Field({}, alias="link")
-    hosts: dict[Literal["default"], Host] = Field({}, alias="host")
+    gpus: dict[str, Gpu] = Field(default={}, alias="gpu")
+    links: dict[str, Link] = Field(default={}, alias="link")
+    hosts: dict[Literal["default"], Host] = Field(default={}, alias="host")
     measured: dict[str, Any] = {}
 
     @property
