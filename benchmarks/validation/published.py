@@ -12,7 +12,7 @@ from benchmarks.validation.formulas import activations, compute, states, traffic
 from benchmarks.validation.systems import SYSTEMS, System, blocks_of
 from benchmarks.validation.tables import BILLION, GB, GIB, TERA, Row, Rows, ints, read, table
 from onefold.plan.hardware import machine
-from onefold.plan.modules import architecture
+from onefold.plan.modules import model_shape, module_of
 from onefold.plan.shapes import Transformer
 
 CONVENTIONS = states.CONVENTIONS
@@ -136,7 +136,10 @@ def torchtitan_memory(benchmarks: Rows, paper: Rows, fp8: Rows) -> Lines:
         name = f"{r.get('parallelism') or 'paper: ' + r['technique']}"
         gpus = int(r.get("gpus(H100-96GB)") or r["gpus"])
         by_name.setdefault(name, {})[gpus] = float(r["peak_memory_GiB"])
-    numel, convention = architecture("llama-3-8b").numel, CONVENTIONS["fp32"]
+    numel, convention = (
+        model_shape(module_of("llama-3-8b"), name="llama-3-8b").numel,
+        CONVENTIONS["fp32"],
+    )
     freed = states.freed_by_more_ranks(numel, convention, 3, 8, 128) / GIB
     for name, at in by_name.items():
         if {8, 128} <= set(at):
@@ -344,7 +347,7 @@ def fsdp(rows: Rows) -> Iterator[tuple[Any, ...]]:
 )
 def torchtitan(rows: Rows, paper: Rows) -> Iterator[tuple[Any, ...]]:
     """Llama 3.1 8B with FSDP and torch.compile."""
-    model = architecture("llama-3-8b")
+    model = model_shape(module_of("llama-3-8b"), name="llama-3-8b")
     dims = model.transformer
     assert dims is not None
     tokens, key = 2 * 8192, "tokens_per_s_per_gpu"

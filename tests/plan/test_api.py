@@ -57,7 +57,7 @@ def test_the_recipe_of_a_plan_for_this_machine_shards_the_module() -> None:
         ({"global_batch": 15, "micro_batch": 2}, "use 16"),
         ({"optimizer": "adamm"}, "adamw"),
         ({"checkpointing": "half"}, "none, selective, full"),
-        ({"offload": "tape"}, "nvme"),
+        ({"offload": "nvme"}, "offload_optimizer='cpu' or"),
         ({"model": "gtp2"}, "Did you mean 'gpt2'"),
         ({"model": ""}, "no architecture"),
         ({"model": 0}, "positive"),

@@ -23,7 +23,7 @@ from onefold.plan.api import Plan
 from onefold.plan.api import planned as plan
 from onefold.plan.degrees import Degrees
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
-from onefold.plan.modules import architecture, built, known
+from onefold.plan.modules import architectures, built, model_shape, module_of
 from onefold.plan.rank import at_rest, stages_of, units_of
 from onefold.plan.schema import ACTIVATIONS, LOGITS, SECONDS, TEMPORARY
 from onefold.plan.search import AUTO, least, meshes
@@ -118,7 +118,10 @@ def test_deepseek_v3_on_ep_64_and_pp_16_holds_the_closed_form() -> None:
     latent = 1536 * h + 24_576 * 1536 + 576 * h + 32_768 * 512 + 16_384 * h
     dense, routed = 4 * (latent + expert + 256 * h), 4 * 256 // 64 * expert
     expected = (dense + routed) * 2 + dense * 12 / 128 + routed * 12 / 2
-    model, degrees = architecture("deepseek-v3"), Degrees(dp=128, pp=16, ep=64)
+    model, degrees = (
+        model_shape(module_of("deepseek-v3"), name="deepseek-v3"),
+        Degrees(dp=128, pp=16, ep=64),
+    )
     stage = next(s for s in stages_of(model, degrees) if s.blocks == 4 and not s.first)
     recipe = Recipe.zero(1, precision="bf16")
     found = sum(at_rest(units_of(stage, recipe, degrees)).values())
@@ -161,7 +164,7 @@ def test_a_block_keeps_what_korthikanti_counts_under_tensor_parallelism() -> Non
     and the statistics of norms: with sequence parallelism s·b·h·32/t. Without it nothing less than
     the table's s·b·h·(8 + 24/t), and the fp32 copies of norms in transformers' code, 8·s·b·h.
     """
-    model, t = architecture("mt-nlg-530b"), 8
+    model, t = model_shape(module_of("mt-nlg-530b"), name="mt-nlg-530b"), 8
     dims = model.transformer
     assert dims is not None
     whole, sbh = of_dims(model, dims, 1, 2048, 2, "none"), 2048 * dims.hidden
@@ -276,10 +279,9 @@ def test_a_mesh_fits_from_the_byte_on_that_its_peak_needs_and_is_not_recommended
 
 
 def _tiny() -> Any:
-    row = known("mixtral-8x7b")
-    assert row is not None
+    rows, _ = architectures()
     eight = {"num_hidden_layers": 8, "max_position_embeddings": 4096}
-    return built("eight blocks", {"model_type": row.model_type, **row.config, **eight})
+    return built("eight blocks", {**rows["mixtral-8x7b"], **eight})
 
 
 def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
@@ -287,7 +289,7 @@ def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
     asked = {"tp": AUTO, "pp": AUTO, "cp": 1, "ep": AUTO}
     found = plan(_tiny(), machine, job, axes=asked)
     question = question_of(_tiny(), machine, job)
-    every = meshes(question, asked, {})
+    every = meshes(question, asked)
     assert found.searched == len(every) > 10
     fastest: dict[Degrees, float] = {}
     for degrees, stage, how in itertools.product(every, (1, 2, 3), CHECKPOINTING):
@@ -299,6 +301,14 @@ def test_the_search_finds_the_fastest_mesh_of_all_that_fit() -> None:
     expected = sorted(fastest.values())[:5]
     assert [c.step for c in found.stages] == pytest.approx(expected, rel=1e-3)
     assert found.recommended is not None and found.recommended.fits
+
+
+def test_a_search_passes_meshes_over_whose_ranks_the_jobs_groups_do_not_divide() -> None:
+    machine, asked = hardware.machine(16, 8, "h100-80"), {"tp": AUTO, "pp": 1, "cp": 1, "ep": 1}
+    found = plan("gpt2", machine, Job(options=(("group", 8),)), axes=asked)
+    assert found.stages and all(c.scheme.degrees.dp % 8 == 0 for c in found.stages)
+    with pytest.raises(ValueError, match="3"):
+        plan("gpt2", machine, Job(options=(("group", 3),)), axes=asked)
 
 
 # -- the command -----------------------------------------------------------------------------------

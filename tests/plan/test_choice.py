@@ -19,9 +19,10 @@ from onefold.plan.activity import of_dims
 from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import CHECKPOINTING, Job, Scheme
-from onefold.plan.modules import architecture
+from onefold.plan.modules import model_shape, module_of
 from onefold.plan.search import ladder, largest_micro_batch, recommend
 from onefold.plan.shapes import ModelShape
+from onefold.tracing.trace import Activity
 
 pytestmark = pytest.mark.one_in(3)
 
@@ -47,7 +48,7 @@ NAMES, GPUS = (
 def test_behind_the_stages_every_candidate_is_slower_than_the_one_before(
     name: str, gpu: str, ranks: int
 ) -> None:
-    shape, job = architecture(name), Job(seq=1024, precision="fp16")
+    shape, job = model_shape(module_of(name), name=name), Job(seq=1024, precision="fp16")
     assert shape.transformer is not None
     dims = shape.transformer
     asked = Question(
@@ -146,5 +147,25 @@ def test_what_fits_nowhere_here_is_told_with_what_would_do() -> None:
         batch=lambda n: (torch.empty(n, 8192),), largest=False,
     )  # fmt: skip
     assert "does not fit" in without_blocks.why_not, without_blocks.why_not
+    # Of larger machines those are passed over that the job's own groups do not fill
+    thirds = Job(seq=32, offload="none", options=(("shard_group", 3),))
+    grouped = plan(shape, replace(gpus(6, 0.1 * GIB + kept), per_node=8), thirds, largest=False)
+    assert "does not fit" in grouped.why_not, grouped.why_not
     with pytest.raises(ValueError, match="does not fit"):
         _ = never.recipe
+
+
+def test_a_few_accounts_find_the_largest_micro_batch_also_where_the_host_is_what_limits_it() -> (
+    None
+):
+    asked, shape = set[int](), ModelShape.of_size(100_000_000)
+    job = Job(seq=128, micro_batch=0, options=(("offload_activations", "cpu"),))
+    there = gpus(1, 1 << 40)
+    there = replace(there, host=there.host.model_copy(update={"memory": 40 * GIB}))
+
+    def counted(micro: int, how: str) -> Activity:
+        asked.add(micro)
+        return activity(shape, job, micro, how)
+
+    found = largest_micro_batch(Question(shape, counted, there, job), Scheme(0))
+    assert found is not None and found.scheme.micro_batch > 100 and len(asked) < 18, asked

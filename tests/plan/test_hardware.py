@@ -72,6 +72,7 @@ def test_a_users_file_adds_and_changes(tmp_path: Path) -> None:
         ),
         ("[link.mine]\ntitle = 'x'", "link.mine.bandwidth is"),
         ("[gpus.mine]", "gpus is"),
+        ("[host.mine]\nmemory = 1e11", "host.mine"),
         ("not toml", "line 1"),
         ("a = " + "[" * 5000, "recursion"),
         (
@@ -89,6 +90,11 @@ def test_a_wrong_file_is_refused_with_the_key_and_what_was_expected(
         catalogue(file)
     assert says in str(error.value)
     assert "wrong.toml" in str(error.value)
+
+
+def test_a_row_of_a_file_is_a_gpu_of_a_table_whatever_its_name(tmp_path: Path) -> None:
+    made_up().save(tmp_path / "machine.toml")
+    assert not machine(2, gpu="here", file=tmp_path / "machine.toml").is_here
 
 
 def test_a_calibrated_machine_has_the_measured_figures() -> None:

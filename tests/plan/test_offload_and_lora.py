@@ -19,7 +19,7 @@ from onefold.plan.activity import of_dims, on_host
 from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import PARTS, Job, Scheme
-from onefold.plan.modules import architecture
+from onefold.plan.modules import model_shape, module_of
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import Tier
@@ -84,7 +84,8 @@ def test_the_smallest_part_of_the_optimizer_leaves_that_lets_the_rest_fit(capaci
 def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) -> None:
     tight = gpus(1, 5.0 * GIB)
     shape = ModelShape.of_size(1_000_000_000)
-    found = plan(shape, tight, Job(seq=32, offload="nvme"), largest=False)
+    disk = {"seq": 32, "offload_optimizer": "nvme", "offload_param": "nvme"}
+    found = plan(shape, tight, Job.of(disk, "the test"), largest=False)
     with pytest.raises(ValueError, match="give nvme='/path/on/the/disk'"):
         _ = found.recipe
     assert (
@@ -94,7 +95,7 @@ def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) ->
     named = plan(
         shape,
         tight,
-        Job.of({"seq": 32, "offload": "nvme", "nvme": str(tmp_path)}, "the test"),
+        Job.of({**disk, "nvme": str(tmp_path)}, "the test"),
         largest=False,
     )
     assert named.recipe.nvme == (str(tmp_path),) and named.recipe.parameters.tier is Tier.NVME
@@ -102,8 +103,6 @@ def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) ->
     assert host.recipe.nvme is None and host.recipe.optimizer.tier is Tier.HOST, (
         "a folder is used where something goes there"
     )
-    with pytest.raises(ValueError, match="both say where states are stored"):
-        Job.of({"offload": "nvme", "offload_optimizer": "cpu"}, "the test")
 
 
 def test_recipe_auto_goes_to_a_disk_where_one_is_named(
@@ -168,7 +167,7 @@ def test_lora_holds_states_of_its_adapters_only() -> None:
 
 
 def test_activations_on_the_host_leave_the_device_what_runs_and_what_is_on_its_way() -> None:
-    shape = architecture("llama-3-8b")
+    shape = model_shape(module_of("llama-3-8b"), name="llama-3-8b")
     assert shape.transformer is not None
     whole = of_dims(shape, shape.transformer, 1, 2048, 2, "none")
     peaks = {budget: on_host(whole, budget, shared=False).peak for budget in (1 << 32, 1 << 62)}

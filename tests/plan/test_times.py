@@ -17,7 +17,7 @@ from onefold.plan.api import planned as plan
 from onefold.plan.hardware import Machine, builtin, machine
 from onefold.plan.job import Job
 
-gpus = st.sampled_from(sorted(builtin()["gpu"]))
+gpus = st.sampled_from(sorted(builtin().gpus))
 links = st.sampled_from(["100g", "8x200g", "ib-ndr"])
 sizes = st.sampled_from([1, 2, 8, 16, 64, 512, 4096])
 

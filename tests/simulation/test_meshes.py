@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import onefold
 from onefold.plan.degrees import Degrees
-from onefold.plan.modules import architecture, built, model_shape
+from onefold.plan.modules import built, model_shape, module_of
 from onefold.plan.rank import stages_of
 from onefold.simulation.simulate import Simulation, StandIn, simulate
 from ranks import run_ranks
@@ -124,7 +124,7 @@ def test_llama_3_405b_on_4096_ranks_is_exact(rank: int) -> None:
     recipe = onefold.Recipe.zero(1, precision="bf16")
     degrees = Degrees.on(4096, tp=8, pp=16)
     found = simulate(
-        architecture("llama-3-405b"), recipe, degrees, rank=rank, micro_batches=16, seq=8192, per_node=8
+        model_shape(module_of("llama-3-405b"), name="llama-3-405b"), recipe, degrees, rank=rank, micro_batches=16, seq=8192, per_node=8
     )  # fmt: skip
     check(found)
     assert found.stage == rank // 256

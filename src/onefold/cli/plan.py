@@ -18,9 +18,6 @@ from onefold.recipe.options import Precision, bytes_of
 
 Stage = Literal["auto", "0", "1", "2", "3"]
 Checkpointing = Literal["auto", "none", "selective", "full"]
-Offload = Literal[
-    "auto", "none", "optimizer", "parameters", "optimizer-nvme", "parameters-nvme", "nvme"
-]
 _MODEL, _MACHINE, _JOB, _AXES = "What is trained", "On what", "How", "Other axes than data"
 
 
@@ -49,14 +46,13 @@ def plan(
     lora: Annotated[int, option("Rank of LoRA adapters; 0 trains everything.", _JOB, shown=True)] = 0,
     stage: Annotated[Stage, option("Stage.", DIVISION, shown=True, words=Stage)] = "auto",
     precision: Annotated[Precision, option("Compute precision.", DIVISION, shown=True)] = "bf16",
-    offload: Annotated[Offload, option("States off the device (auto: as little as fits).", TIERS, shown=True, words=Offload)] = "auto",
+    offload: Annotated[str, option("States off the device: auto (as little as fits), or none.", TIERS, shown=True)] = "auto",
     tp: Annotated[str, option("Tensor-parallel ranks, or auto: search.", _AXES)] = "1",
     pp: Annotated[str, option("Stages of the pipeline, or auto.", _AXES)] = "1",
     cp: Annotated[str, option("Context-parallel ranks, or auto.", _AXES)] = "1",
     ep: Annotated[str, option("Data-parallel ranks with different experts, or auto.", _AXES)] = "1",
     chunks: Annotated[int, option("Parts of the model on each stage (interleaved).", _AXES)] = 1,
     no_sequence_parallel: Annotated[bool, option("Norms are not divided by tokens.", _AXES, "--no-sequence-parallel")] = False,
-    no_expert_tp: Annotated[bool, option("Tensor parallelism leaves experts whole.", _AXES, "--no-expert-tp")] = False,
     simulate: Annotated[
         bool, option("Also run the engine as one of all ranks, on fake samples, and compare bytes.", None, "--simulate")
     ] = False,
@@ -99,7 +95,6 @@ def plan(
         **axes,
         chunks=chunks,
         sequence_parallel=not no_sequence_parallel,
-        expert_tp=not no_expert_tp,
         seq=seq,
         micro_batch=0 if micro_batch == "auto" else _counted("--micro-batch", micro_batch),
         global_batch=global_batch,

@@ -135,7 +135,7 @@ def divided(
     extra = tokens * dims.hidden * element - handed
     extra += tokens * (cp - 1) * (dims.k + dims.v) // t * element
     extra += handed * dims.active if degrees.ep > 1 else 0
-    experts = degrees.ep * (t if degrees.expert_tp else 1)  # a gradient in hand is one of a matrix
+    experts = degrees.ep * t  # a gradient in hand is one of a matrix
 
     def part(nbytes: float) -> int:
         nbytes /= cp

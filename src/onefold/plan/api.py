@@ -37,8 +37,8 @@ from onefold.plan.subject import question_of
 from onefold.recipe import Recipe
 from onefold.recipe.optimizers import PLANNED, WHOLE
 
-#: Fields of `Degrees` that are no degree, with their defaults.
-MESH = {"chunks": 1, "sequence_parallel": True, "expert_tp": True}
+#: Fields of `Degrees` as a plan of data ranks alone has them.
+MESH = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "chunks": 1, "sequence_parallel": True}
 #: The share of free memory that training may take. The rest is for buffers of libraries and for
 #: later processes.
 USABLE = 0.9
@@ -184,7 +184,6 @@ def planned(
     loss: Callable[[Any], torch.Tensor] | None = None,
     largest: bool = True,
     axes: Mapping[str, int | str] | None = None,
-    **options: Any,
 ) -> Plan:
     """Account for every stage of a job on a machine and recommend one.
 
@@ -192,8 +191,8 @@ def planned(
         model, batch, loss, largest: as for `plan`.
         machine: from `onefold.plan.hardware.machine`, or `hardware.calibrated` for this one.
         stages: those that may be recommended; (): all.
-        axes: tp, pp, cp and ep, each a number or "auto": the plan searches. None: data ranks alone.
-        options: further fields of `Degrees`: chunks, sequence_parallel, expert_tp.
+        axes: fields of `Degrees`; tp, pp, cp and ep may be "auto": the plan searches. None: data
+            ranks alone.
 
     Raises:
         ValueError: an unknown name, a batch that does not divide, a module that cannot be traced, a
@@ -205,7 +204,7 @@ def planned(
     more: dict[str, Any] = {}
     why = tuple[str, ...]()
     if axes is not None:
-        rows, more["searched"] = search.meshes_of(question, axes, options, stages)
+        rows, more["searched"] = search.meshes_of(question, axes, stages)
         best = min((c for c in rows if c.fits), key=search.in_order, default=None)
         why_not = "" if best else search.no_mesh_fits(question, rows, more["searched"])
     else:
@@ -249,7 +248,6 @@ def _refuse(job: Job, machine: Machine) -> None:
             " change the pipeline's bubble; give --micro-batch 1, 2 or 4 and compare."
         )
     given = [n for n in _NOT_COUNTED if dict(job.options).get(n) not in (None, False)]
-    given += ["offload"] if job.offload not in ("", "none") else []
     given += ["lora"] if job.lora_rank else []
     given += [f"optimizer {job.optimizer}"] if PLANNED[job.optimizer].update == WHOLE else []
     if given:
@@ -303,8 +301,10 @@ def machine_here(
         gpu = Gpu(
             name="here", title="this machine", capacity=free, memory_bandwidth=1e10, fp32=1e12
         )
-        host = known["host"]["default"]
-        found = Machine(gpu, ranks, local, between, host, shared=shared, is_timed=False)
+        host = known.host
+        found = Machine(
+            gpu, ranks, local, between, host, shared=shared, is_timed=False, is_here=True
+        )
     host = found.host.model_copy(update={"memory": beside[0], "nvme": beside[1]})
     gpu = found.gpu.model_copy(update={"capacity": int(free * USABLE)})
     return replace(found, gpu=gpu, host=host)
@@ -415,7 +415,7 @@ def plan(
             of `input_ids` and `labels`.
         loss: makes the scalar loss of such a module's output.
         largest: also find the largest micro-batch for each stage.
-        job: the fields of `plan.degrees.Degrees` beside (chunks, sequence_parallel, expert_tp); those
+        job: the fields of `plan.degrees.Degrees` beside (chunks, sequence_parallel); those
             of `plan.job.Job`: seq, micro_batch, global_batch, precision, accumulate_dtype,
             checkpointing, optimizer, lora_rank, offload; and arguments of `Recipe.zero` (reduce_at,
             units, offload_optimizer, nvme, shard_group, gather_codec, ...), which the plan and its
@@ -424,7 +424,8 @@ def plan(
     Raises:
         ValueError: an impossible name, option or figure; the message says what to change.
     """
-    others = {name: job.pop(name) for name in MESH if name in job}
+    axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
+    axes |= {name: job.pop(name) for name in MESH if name in job}
     asked = Job.of(job, "onefold.plan")
     named: dict[str, Any] = {"gpus": gpus, "per_node": per_node, "gpu": gpu, "link": link}
     named = {name: value for name, value in named.items() if value is not None}
@@ -437,8 +438,6 @@ def plan(
         machine = hardware.machine(**{"gpu": "h100-80", **named})
     if machine is None:
         machine = _here(asked, 1)
-    axes = {"tp": tp, "pp": pp, "cp": cp, "ep": ep}
-    on_mesh = bool(others.items() - MESH.items()) or any(n != 1 for n in axes.values())
     return planned(
         model,
         machine,
@@ -447,6 +446,5 @@ def plan(
         batch=batch,
         loss=loss,
         largest=largest,
-        axes=axes if on_mesh else None,
-        **others,
+        axes=axes if axes.items() - MESH.items() else None,
     )

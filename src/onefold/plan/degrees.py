@@ -39,7 +39,6 @@ class Degrees:
         chunks: parts of the model that each stage has (1: plain 1F1B; more: interleaved 1F1B).
         sequence_parallel: between its layers, a tensor-parallel rank has a part of the tokens only
             (Korthikanti et al. 2022, section 4.2).
-        expert_tp: tensor parallelism divides each expert too.
 
     Raises:
         ValueError: a degree that is no positive number, an `ep` that does not divide `dp`, an
@@ -53,7 +52,6 @@ class Degrees:
     ep: int = 1
     chunks: int = 1
     sequence_parallel: bool = True
-    expert_tp: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "cp", "ep", "chunks", "dp"):

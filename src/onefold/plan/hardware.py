@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -39,8 +39,11 @@ class Row(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: str
+    name: str = ""
     title: str = ""
+
+
+RowT = TypeVar("RowT", bound=Row)
 
 
 class Gpu(Row):
@@ -132,6 +135,7 @@ class Machine:
         shared: the device is a CPU: its memory is the host's, and copies stay within memory.
         is_timed: its speeds are known, from the table or measured.
         disk: a folder on the disk that was measured, "" for none.
+        is_here: it is this machine, not one of the table.
     """
 
     gpu: Gpu
@@ -144,6 +148,7 @@ class Machine:
     shared: bool = False
     is_timed: bool = True
     disk: str = ""
+    is_here: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks > self.per_node and self.ranks % self.per_node:
@@ -173,11 +178,6 @@ class Machine:
         return self.local if self.nodes > 1 else None
 
     @property
-    def is_here(self) -> bool:
-        """It is this machine, not one of the table."""
-        return self.gpu.name == "here"
-
-    @property
     def capacity(self) -> int:
         """Bytes of one GPU."""
         return int(self.gpu.capacity)
@@ -197,12 +197,23 @@ class Machine:
         return min(self.gpu.host_link, self.host.link_bandwidth / self.local)
 
 
-class Catalogue(dict[str, dict[str, Any]]):
-    """All GPUs, links and hosts: rows by name, by kind."""
+class Catalogue(BaseModel, extra="forbid"):
+    """The tables of a file: rows of GPUs, links and the host by name. A calibration is such a file, with
+    a table more.
+    """
+
+    gpus: dict[str, Gpu] = Field(default={}, alias="gpu")
+    links: dict[str, Link] = Field(default={}, alias="link")
+    hosts: dict[Literal["default"], Host] = Field(default={}, alias="host")
+    measured: dict[str, Any] = {}
+
+    @property
+    def host(self) -> Host:
+        return self.hosts["default"]
 
     def gpu(self, name: str) -> Gpu:
         """Return a GPU by name. Raises ValueError with the nearest names."""
-        return self._row("gpu", name)
+        return _row("GPU", self.gpus, name)
 
     def link(self, name: str) -> Link:
         """Return a link by name, or by its rate: "100g", "8x200g" (Gbit/s of a node), "25GB/s".
@@ -213,45 +224,27 @@ class Catalogue(dict[str, dict[str, Any]]):
             bandwidth = rate * 1e9 / (1 if match[3] else 8)
             return Link(name=match[0], bandwidth=bandwidth, title=f"{name} between nodes")
         rates = " Or give its rate: '100g', '8x200g' (Gbit/s of a node), '25GB/s'."
-        return self._row("link", name, rates)
+        return _row("link", self.links, name, rates)
 
-    def _row(self, kind: str, name: str, otherwise: str = "") -> Any:
-        known, plain = self[kind], str(name).strip().lower()
-        if plain in known:
-            return known[plain]
-        what = kind.upper() if kind == "gpu" else kind
-        raise ValueError(
-            f"no {what} is called {name!r}. {did_you_mean(plain, known, 3)}{otherwise}"
-        )
-
-    def with_rows(self, tables: Any) -> Catalogue:
+    def with_rows(self, tables: dict[str, Any]) -> Catalogue:
         """Return the catalogue with the rows of a file: new ones, or changed keys of known ones.
         Raises ValueError with the key, and what was expected.
         """
-        out = Catalogue({kind: dict(self.get(kind, {})) for kind in _KINDS})
-        for kind, rows in formed(_File, tables):
-            for name, entry in rows.items() if kind in _KINDS else ():
-                plain = name.lower()
-                known = out[kind].get(plain) or out[kind].get("default")
-                given = known.model_dump(exclude_unset=True) if known else {}
-                try:
-                    row = formed(_KINDS[kind], {**given, "name": plain, **entry})
-                except ValueError as error:
-                    raise ValueError(f"{kind}.{name}.{error}") from None
-                out[kind][plain] = row
-        return out
+        return formed(Catalogue, _over(self.model_dump(by_alias=True, exclude_unset=True), tables))
 
 
-class _File(BaseModel, extra="forbid"):
-    """The tables of a file, by name of each row. A calibration is such a file, with a table more."""
-
-    gpu: dict[str, dict[str, Any]] = {}
-    link: dict[str, dict[str, Any]] = {}
-    host: dict[str, dict[str, Any]] = {}
-    measured: dict[str, Any] = {}
+def _row(what: str, rows: Mapping[str, RowT], name: str, otherwise: str = "") -> RowT:
+    plain = str(name).strip().lower()
+    if plain in rows:
+        return rows[plain].model_copy(update={"name": plain})
+    raise ValueError(f"no {what} is called {name!r}. {did_you_mean(plain, rows, 3)}{otherwise}")
 
 
-_KINDS: Mapping[str, type[Row]] = {"gpu": Gpu, "link": Link, "host": Host}
+def _over(known: Any, given: Any) -> Any:
+    """Return tables with what is given, and what else is known."""
+    if not (isinstance(known, dict) and isinstance(given, dict)):
+        return given
+    return known | {k.lower(): _over(known.get(k.lower(), {}), v) for k, v in given.items()}
 
 
 @cache
@@ -292,7 +285,7 @@ def machine(
     known = catalogue(file)
     found, joined = known.gpu(gpu), known.link(link)
     between = joined if gpus > per_node else None
-    return Machine(found, gpus, per_node, between, known["host"]["default"])
+    return Machine(found, gpus, per_node, between, known.host)
 
 
 def calibrated(found: Calibration) -> Machine:
@@ -302,6 +295,6 @@ def calibrated(found: Calibration) -> Machine:
     table = builtin().with_rows({"gpu": {"here": found.gpu}, "host": {"default": found.host}})
     software = Software(found.kernel_share, 1.0, found.hop_seconds, 0.0)
     return Machine(
-        table.gpu("here"), found.ranks, found.ranks, None, table["host"]["default"], software, found.contention,
-        found.device == "cpu", disk=found.disk,
+        table.gpu("here"), found.ranks, found.ranks, None, table.host, software, found.contention,
+        found.device == "cpu", disk=found.disk, is_here=True,
     )  # fmt: skip

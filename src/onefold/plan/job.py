@@ -45,14 +45,12 @@ class Way:
 
     Attributes:
         lossy: values are rounded on the wire.
-        from_stage: the lowest stage at which it is possible.
         in_part: a share of the units may take it.
     """
 
     words: str
     options: Mapping[str, Any] = field(default_factory=dict)
     lossy: bool = False
-    from_stage: int = 3
     in_part: bool = False
 
     @property
@@ -62,18 +60,18 @@ class Way:
 
 
 COMMUNICATION: Mapping[str, Way] = {
-    "": Way("", from_stage=0),
+    "": Way(""),
     # A plan rounds nothing by itself: native sums, the default of flat exchanges on NCCL, would
-    "flat": Way("every rank to every other", {"group": "flat", "reduce": "ordered"}, from_stage=0),
+    "flat": Way("every rank to every other", {"group": "flat", "reduce": "ordered"}),
     "qwZ": Way("weights in 8 bits", {"gather_codec": "int8"}, lossy=True),
     "hpZ": Way("a second copy in each node", {"second_copy": True}),
-    "qgZ": Way("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True, from_stage=1),
+    "qgZ": Way("gradients in 4 bits", {"reduce_codec": "int4"}, lossy=True),
     "ZeRO++": Way(
         "hpZ, qwZ and qgZ",
         {"second_copy": True, "gather_codec": "int8", "reduce_codec": "int4"},
         lossy=True,
     ),
-    "HSDP": Way("divided in each node", {"shard_group": "node"}, from_stage=1),
+    "HSDP": Way("divided in each node", {"shard_group": "node"}),
     "hybrid": Way(
         "divided in each node, optimizer over all", {"shard_group": "node", "optimizer_over": "all"}
     ),
@@ -81,10 +79,10 @@ COMMUNICATION: Mapping[str, Way] = {
 _HOST, _DISK = {"offload_optimizer": "cpu"}, {"offload_optimizer": "nvme"}
 #: Where the plan may store states besides the device, in the order of least slowdown.
 OFFLOAD: Mapping[str, Way] = {
-    "none": Way("", from_stage=0),
-    "optimizer": Way("optimizer on the host", _HOST, from_stage=1, in_part=True),
+    "none": Way(""),
+    "optimizer": Way("optimizer on the host", _HOST, in_part=True),
     "parameters": Way("all states on the host", _HOST | {"offload_param": "cpu"}),
-    "optimizer-nvme": Way("optimizer on NVMe", _DISK, from_stage=1, in_part=True),
+    "optimizer-nvme": Way("optimizer on NVMe", _DISK, in_part=True),
     "parameters-nvme": Way(
         "optimizer on NVMe, parameters on the host", _DISK | {"offload_param": "cpu"}
     ),
@@ -138,8 +136,8 @@ class Job:
         optimizer: one of `recipe.optimizers.PLANNED`.
         lora_rank: adapters of this rank on every matrix of the blocks, the rest frozen; 0: all
             parameters are trained.
-        offload: one of `OFFLOAD`; "": the plan escalates as needed ("none" if `options` already say
-            where states are stored).
+        offload: "none": no states leave the device but those of `options`; "": the plan escalates as
+            needed, unless `options` already say where states are stored.
         options: further arguments of `Recipe.zero` by name (reduce_at, units, wire,
             offload_optimizer, nvme, shard_group, gather_codec, ...), which the plan follows
             as the run would.
@@ -166,19 +164,17 @@ class Job:
                 raise ValueError(f"{name}={value!r}: expected a whole number from 0 to {MOST}.")
         for name, known in (
             ("checkpointing", CHECKPOINTING),
-            ("offload", OFFLOAD),
             ("optimizer", PLANNED),
         ):
             value = getattr(self, name)
             if value not in known and (value or name == "optimizer"):
                 raise ValueError(f"{name}={value!r}: expected one of {', '.join(known)}.")
+        if self.offload not in ("", "none"):
+            raise ValueError(
+                f"offload={self.offload!r}: expected 'none' or nothing; offload_optimizer='cpu' or"
+                " 'nvme', and offload_param= beside it, say where states are stored."
+            )
         if self.places:
-            if self.offload not in ("", "none"):
-                given = ", ".join(sorted(self.places))
-                raise ValueError(
-                    f"offload={self.offload!r} beside {given}: both say where states are stored; leave"
-                    " one of the two out."
-                )
             object.__setattr__(self, "offload", "none")
         # Refuse now what no stage's recipe can have
         found = self.recipe(3)
@@ -187,9 +183,8 @@ class Job:
                 f"moments={found.moments!r} is about Adam's moments, and"
                 f" optimizer={self.optimizer!r} keeps others: leave it out."
             )
-        on_disk = found.optimizer.tier.on_disk or OFFLOAD[self.offload or "none"].on_disk
         low = found.stochastic_rounding and found.optimizer.dtype.itemsize < 4
-        in_pieces = on_disk or low or found.step_in_backward
+        in_pieces = found.optimizer.tier.on_disk or low or found.step_in_backward
         if PLANNED[self.optimizer].update == WHOLE and in_pieces:
             raise ValueError(
                 f"optimizer={self.optimizer!r} steps whole matrices, and states on NVMe,"
@@ -315,13 +310,6 @@ class Scheme:
     share: float = 1.0
     communication: str = ""
     degrees: Degrees = ALONE
-
-    def __post_init__(self) -> None:
-        if self.stage < (least := OFFLOAD[self.offload].from_stage):
-            raise ValueError(
-                f"offload={self.offload!r} needs that the ranks divide what it moves: use stage"
-                f" {least} or above."
-            )
 
     @property
     def way(self) -> Way:

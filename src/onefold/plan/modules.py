@@ -14,7 +14,6 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -41,47 +40,32 @@ _LENGTH = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"
 # -- public architectures --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Architecture:
-    """One row of the table.
-
-    Attributes:
-        model_type: transformers' name of the family. config: the arguments of its config.
-        published: the number of parameters as its source states it.
-        tolerance: relative; how far the sum of the shapes may be from it.
-    """
-
-    name: str
-    model_type: str
-    config: Mapping[str, Any]
-    published: float
-    tolerance: float
-
-
 @cache
-def architectures() -> Mapping[str, Architecture]:
-    """Return every architecture by its name and its other spellings."""
+def architectures() -> tuple[Mapping[str, Mapping[str, Any]], Mapping[str, str]]:
+    """Return the values of each architecture's config by its name; its name by other spellings."""
     text = resources.files("onefold.plan").joinpath("architectures.toml").read_text("utf-8")
     families = tomllib.loads(text)
     aliases = families.pop("aliases")
-    found = {
-        name: Architecture(name, family, row, row.pop("published"), row.pop("tolerance"))
+    return {
+        name: {"model_type": family, **row}
         for family, rows in families.items()
         for name, row in rows.items()
-    }
-    return found | {alias: found[name] for alias, name in aliases.items()}
+    }, aliases
 
 
-def known(name: object) -> Architecture | None:
-    """Return the row of that name, without organization, case and suffixes: "meta-llama/Llama-2-7b-hf"
-    is "llama-2-7b". None if there is none, or if a folder with a config.json is called so.
+def known(name: object) -> str | None:
+    """Return the name of an architecture by a spelling of it, without organization, case and suffixes:
+    "meta-llama/Llama-2-7b-hf" is "llama-2-7b". None if there is none, or if a folder with a
+    config.json is called so.
     """
     if os.path.isfile(os.path.join(str(name), "config.json")):
         return None
     plain = str(name).strip().lower().replace("_", "-").rsplit("/", 1)[-1]
     for part in ("meta-", "-hf", "-v0.1"):
         plain = plain.removeprefix(part).removesuffix(part)
-    return architectures().get(plain)
+    rows, aliases = architectures()
+    found = aliases.get(plain, plain)
+    return found if found in rows else None
 
 
 # -- from code to a module -------------------------------------------------------------------------
@@ -101,8 +85,9 @@ def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
             was looked for.
     """
     path, text = Path(source), str(source)
-    if (row := known(source)) is not None:
-        return built(text, {"model_type": row.model_type, **row.config}, as_it_is)
+    rows, aliases = architectures()
+    if (name := known(source)) is not None:
+        return built(text, rows[name], as_it_is)
     if text and path.exists():
         return _from_config(path / "config.json" if path.is_dir() else path, as_it_is)
     if re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", text):
@@ -110,17 +95,9 @@ def module_of(source: str | Path, as_it_is: bool = False) -> nn.Module:
             return made_by(text, torch.device("meta"))[0]
     raise ValueError(
         f"no architecture and no folder is called {text!r}."
-        f" {did_you_mean(text.lower(), architectures(), 3)} Or give a config.json (nothing is downloaded),"
+        f" {did_you_mean(text.lower(), [*rows, *aliases], 3)} Or give a config.json (nothing is downloaded),"
         " package.module:factory, or --params."
     )
-
-
-@cache
-def architecture(name: str) -> ModelShape:
-    """Return a public architecture as a plan sees it. Raises ValueError: no such name, with the
-    nearest ones.
-    """
-    return model_shape(module_of(name), name=name)
 
 
 def _from_config(path: Path, as_it_is: bool) -> nn.Module:
@@ -339,7 +316,6 @@ def transformer_of(module: nn.Module) -> Transformer | None:
     latent = sum(_first(config, (name,)) for name in ("qk_rope_head_dim", "qk_nope_head_dim"))
     head_dim = latent or _first(config, ("head_dim",)) or hidden // heads
     own_ffn = _first(config, ("moe_intermediate_size",)) if experts > 1 else 0
-    tied = len({id(p) for p in _ends(module)}) < 2
     return Transformer(
         layers=layers,
         hidden=hidden,
@@ -350,14 +326,6 @@ def transformer_of(module: nn.Module) -> Transformer | None:
         head_dim=head_dim,
         experts=experts,
         active=_first(config, _ACTIVE) or 1,
-        tied=tied,
+        tied=bool(getattr(config, "tie_word_embeddings", True)),
         value_dim=_first(config, ("v_head_dim",)),
     )
-
-
-def _ends(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the weights of the token embedding and of the head."""
-    for get in ("get_input_embeddings", "get_output_embeddings"):
-        end = getattr(module, get, lambda: None)()
-        if end is not None and getattr(end, "weight", None) is not None:
-            yield end.weight

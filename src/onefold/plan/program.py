@@ -705,7 +705,7 @@ def _coded(flat: Flat) -> int:
     return flat.layout.shard_numel * flat.dtypes.compute.itemsize + flat.each
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=64)
 def program_of(
     stage: Stage,
     degrees: Degrees,

@@ -7,7 +7,7 @@ torchtitan (column- and row-wise linear layers, a vocabulary-parallel embedding 
 | head      | as embedding; tied: a copy on the last stage | rows                     | –       | dp × ep × cp      |
 | attention | queries, keys, values; then the output       | columns; then rows       | –       | dp × ep × cp      |
 | mlp       | up and gate, shared experts too; then down   | columns; then rows       | –       | dp × ep × cp      |
-| experts   | those of a block, in one tensor              | as mlp, if `expert_tp`   | experts | dp × cp (× tp)    |
+| experts   | those of a block, in one tensor              | as mlp                   | experts | dp × cp (× tp)    |
 | router    | a row an expert                              | –                        | –       | all of the stage  |
 | latent    | what compresses queries, keys and values     | –                        | –       | all of the stage  |
 | norm      | norms, positions, biases behind a row-wise   | –                        | –       | all of the stage  |
@@ -103,13 +103,7 @@ def rule_of(name: str) -> Rule:
 def divided_along(p: Parameter, degrees: Degrees) -> tuple[str, ...]:
     """Return the axes of several ranks that divide a parameter."""
     rule, sizes = rule_of(p.name), degrees.sizes
-    return tuple(
-        axis
-        for axis, dim in rule.axes.items()
-        if sizes[axis] > 1
-        and dim < len(p.shape)
-        and (axis != "tp" or rule.kind != "experts" or degrees.expert_tp)
-    )
+    return tuple(axis for axis, dim in rule.axes.items() if sizes[axis] > 1 and dim < len(p.shape))
 
 
 def local_shape(p: Parameter, degrees: Degrees, rank: int = 0) -> tuple[int, ...]:

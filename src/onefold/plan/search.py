@@ -30,6 +30,7 @@ much convergence a codec costs.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -76,13 +77,13 @@ def schemes(question: Question, stages: tuple[int, ...] = ()) -> list[Scheme]:
     ]
     usual = (0, 3) if machine.ranks == 1 else (1, 2, 3)
     found, refused = [], None
-    for offload in (job.offload,) if job.offload else places:
+    for offload in ("none",) if job.offload else places:
         way = OFFLOAD[offload]
         for checkpointing in (job.checkpointing,) if job.checkpointing else CHECKPOINTING:
-            for share in PARTS if way.in_part and not job.offload else (1.0,):
+            for share in PARTS if way.in_part else (1.0,):
                 possible = []
                 for stage in stages or (usual if offload == "none" else (2, 3)):
-                    if way.from_stage > stage and not job.offload:
+                    if stage == 0 and offload != "none":  # the ranks divide nothing
                         continue
                     try:
                         scheme = Scheme(
@@ -92,7 +93,7 @@ def schemes(question: Question, stages: tuple[int, ...] = ()) -> list[Scheme]:
                         scheme.recipe(job)
                         possible.append(scheme)
                     except ValueError as error:
-                        refused = error
+                        refused = refused or error
                 # One rank has nothing to divide
                 found += possible[:1] if machine.ranks == 1 and offload == "none" else possible
     if not found and refused is not None:
@@ -149,12 +150,10 @@ def side_by_side(
     like = best.scheme if best is not None else schemes(question, stages)[0]
     found = []
     for stage in (0, 1, 2, 3):
-        for offload in dict.fromkeys((question.job.offload or "none", "none")):
-            with suppress(ValueError):  # this stage excludes them
-                column = replace(like, stage=stage, offload=offload, share=1.0)
-                column.recipe(question.job)
-                found.append(question.answer(column))
-                break
+        with suppress(ValueError):  # this stage excludes them
+            column = replace(like, stage=stage, offload="none", share=1.0)
+            column.recipe(question.job)
+            found.append(question.answer(column))
     return found
 
 
@@ -163,26 +162,27 @@ def side_by_side(
 
 def largest_micro_batch(question: Question, scheme: Scheme) -> Candidate | None:
     """Return the scheme at the largest micro-batch that fits and divides the global batch; None if
-    not even 1 fits. Bytes grow with it, and nearly as a straight line: two sizes say where to look
-    next. Raises ValueError: the global batch does not divide among the ranks.
+    not even 1 fits. What is spare says where to look next. Raises ValueError: the global batch does
+    not divide among the ranks.
     """
     job, ranks = question.job, question.machine.ranks
     sizes: Sequence[int] = range(1, MOST_SAMPLES + 1)
     if job.global_batch:
         replace(job, micro_batch=1).accumulation(ranks)
         sizes = [b for b in divisors(job.global_batch // ranks) if b <= MOST_SAMPLES]
-    best, seen = None, dict[int, int]()
-    guess, low, high = 1, 0, len(sizes) + 1
+    best = question.answer(replace(scheme, micro_batch=1))
+    if not best.fits:
+        return None
+    each = max(1, question.activities(1, scheme.checkpointing).peak)
+    low, high, step = 1, len(sizes) + 1, 0.5
     while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
+        # Not all of `each` grows with the samples: steps that fit become longer
+        guess = bisect_right(sizes, sizes[low - 1] + best.spare // each)
+        if guess <= low:
+            guess, step = low + max(1, int(step)), 2 * step
+        guess = guess if guess < high else (low + high) // 2
         found = question.answer(replace(scheme, micro_batch=sizes[guess - 1]))
-        seen[guess] = found.spare
         low, high, best = (guess, high, found) if found.fits else (low, guess, best)
-        guess = (low + high) // 2 if high <= len(sizes) else 2 * low
-        if len(seen) < 12 and len(near := sorted(seen, key=lambda n: abs(seen[n]))[:2]) == 2:
-            a, b = near
-            slope = (seen[a] - seen[b]) / (b - a)
-            guess = a + int(seen[a] // slope) if slope > 0 else guess
     return best
 
 
@@ -217,11 +217,10 @@ def slow_links(
         return best, (), ()
     rows = []
     for stage in sorted({own, 3} if not stages or 3 in stages else {own}):
-        for name, way in COMMUNICATION.items():
-            with suppress(ValueError):  # the tiers exclude this stage or this way
-                if stage >= way.from_stage:
-                    asked = replace(best.scheme, stage=stage, communication=name)
-                    rows.append(question.answer(asked))
+        for name in COMMUNICATION:
+            with suppress(ValueError):  # this stage or the tiers exclude this way
+                asked = replace(best.scheme, stage=stage, communication=name)
+                rows.append(question.answer(asked))
     lossy = [c for c in rows if c.scheme.way.lossy]
     plain = [c for c in rows if c not in lossy and c.scheme.stage == own]
     taken = _faster(best, plain, GAIN, lambda c: c.account.peak_bytes) or best
@@ -267,28 +266,25 @@ MOST_CP, FEWEST_TOKENS = 32, 4096
 MOST_ACCOUNTS, KEPT = 300, 5
 
 
-def mesh_of(question: Question, asked: Mapping[str, Any], options: Mapping[str, Any]) -> Degrees:
-    """Return the mesh of the asked degrees. Raises ValueError: it is not possible for the model, the
+def mesh_of(question: Question, asked: Mapping[str, Any]) -> Degrees:
+    """Return the mesh of the asked fields of `Degrees`. Raises ValueError: it is not possible for the model, the
     machine, the sequence or the batch.
     """
     machine, job = question.machine, question.job
-    given: dict[str, Any] = {**asked, **options}
-    check(Degrees(dp=asked.get("ep", 1), **given), question.model, machine, job.seq)
-    degrees = Degrees.on(machine.ranks, **given)
+    check(Degrees(dp=asked.get("ep", 1), **asked), question.model, machine, job.seq)
+    degrees = Degrees.on(machine.ranks, **asked)
     question.micro_batches(Scheme(0, degrees=degrees, micro_batch=job.micro_batch))
     return degrees
 
 
-def meshes(
-    question: Question, asked: Mapping[str, Any], options: Mapping[str, Any]
-) -> list[Degrees]:
-    """Return every mesh that is possible for the model, the machine and the batch. A degree of
-    `asked` that is a number stays. Raises ValueError: none is, in the words of the first thing that
-    refuses it.
+def meshes(question: Question, asked: Mapping[str, Any]) -> list[Degrees]:
+    """Return every mesh that is possible for the model, the machine and the batch. A field of
+    `asked` that is not "auto" stays. Raises ValueError: none is, in the words of what refuses the
+    first.
     """
     machine, dims, seq = question.machine, dims_of(question.model), question.job.seq
     every = divisors(machine.ranks)
-    choices: dict[str, list[int]] = {
+    choices: dict[str, list[Any]] = {
         "tp": most_tp(dims, machine),
         "pp": [
             n
@@ -298,24 +294,19 @@ def meshes(
         "cp": [n for n in every if n <= MOST_CP and seq // n >= FEWEST_TOKENS] or [1],
         "ep": divisors(dims.experts) if dims.experts > 1 else [1],
     }
-    for name, value in asked.items():
-        if value != AUTO:
-            choices[name] = [value]
-    found = []
-    for sizes in itertools.product(*choices.values()):
-        mesh = dict(zip(choices, sizes, strict=True))
+    choices |= {name: [value] for name, value in asked.items() if value != AUTO}
+    found, refused = [], None
+    for fields in itertools.product(*choices.values()):
+        mesh = dict(zip(choices, fields, strict=True))
         # Chunks are for those meshes of a search that have a pipeline
-        left = asked.get("pp") == AUTO and mesh["pp"] == 1
-        more = {k: v for k, v in options.items() if not (left and k == "chunks")}
-        with suppress(ValueError):
-            found.append(mesh_of(question, mesh, more))
-    if not found:
-        mesh_of(question, {k: v for k, v in asked.items() if v != AUTO}, options)
-        raise ValueError(
-            f"no mesh of {machine.ranks} GPUs is possible for {question.model.name} with"
-            f" {', '.join(f'--{k} {v}' for k, v in asked.items())}: leave a degree to the search (auto),"
-            " or take another number of GPUs."
-        )
+        if asked.get("pp") == AUTO and mesh["pp"] == 1:
+            mesh["chunks"] = 1
+        try:
+            found.append(mesh_of(question, mesh))
+        except ValueError as error:
+            refused = refused or error
+    if not found and refused is not None:
+        raise refused
     return found
 
 
@@ -345,7 +336,6 @@ def least(question: Question, scheme: Scheme) -> tuple[float, float]:
 def meshes_of(
     question: Question,
     asked: Mapping[str, Any],
-    options: Mapping[str, Any],
     stages: tuple[int, ...],
 ) -> tuple[list[Candidate], int]:
     """Return (the asked mesh at each ZeRO stage, or the fastest candidate of each of the best meshes;
@@ -354,7 +344,7 @@ def meshes_of(
     job, rows = question.job, dict[Degrees, Candidate]()
     recomputes = (job.checkpointing,) if job.checkpointing else CHECKPOINTING
     if AUTO not in asked.values():
-        degrees, columns = mesh_of(question, asked, options), []
+        degrees, columns = mesh_of(question, asked), []
         for stage in stages or (0, 1, 2, 3):  # with as little recompute as fits
             schemes = [
                 Scheme(stage, how, "none", job.micro_batch, degrees=degrees) for how in recomputes
@@ -362,7 +352,7 @@ def meshes_of(
             found = [question.answer(scheme) for scheme in schemes]
             columns.append(next((c for c in found if c.fits), found[-1]))
         return columns, 0
-    every = meshes(question, asked, options)
+    every = meshes(question, asked)
     possible: list[tuple[float, Scheme]] = []
     for degrees in every:
         # In a pipeline stage 2 reduces at the boundary, as stage 1 does
@@ -375,14 +365,20 @@ def meshes_of(
                 if nbytes <= question.machine.capacity:
                     possible.append((seconds, scheme))
     possible.sort(key=lambda one: (one[0], one[1].stage))
-    seen: list[Candidate] = []
+    seen, refused = list[Candidate](), None
     for seconds, scheme in possible[:MOST_ACCOUNTS]:
         kept = sorted(rows.values(), key=in_order)[:KEPT]
         if len(kept) == KEPT and seconds >= kept[-1].step:
             break
-        seen.append(one := question.answer(scheme))
+        try:
+            seen.append(one := question.answer(scheme))
+        except ValueError as error:  # the job's groups do not divide the ranks of this mesh
+            refused = refused or error
+            continue
         if one.fits:
             rows[scheme.degrees] = min(one, rows.get(scheme.degrees, one), key=in_order)
+    if refused is not None and not seen:
+        raise refused
     best = sorted(rows.values(), key=in_order)[:KEPT]
     return best or sorted(seen, key=lambda c: -c.spare)[:1], len(every)
 
@@ -415,9 +411,10 @@ def cannot_fit(question: Question, stages: tuple[int, ...] = ()) -> str:
         there = replace(question, job=free, machine=larger)
         every = schemes(there)
         last = [s for s in every if (s.share, s.checkpointing) == (1.0, every[-1].checkpointing)]
-        if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
-            where = "Here" if larger is machine else f"On {larger.ranks} devices"
-            return f"{said} {where} {found.scheme} with micro-batch 1 would fit."
+        with suppress(ValueError):  # the job's groups do not divide that many ranks
+            if any(there.answer(s).fits for s in last) and (found := recommend(there)) is not None:
+                where = "Here" if larger is machine else f"On {larger.ranks} devices"
+                return f"{said} {where} {found.scheme} with micro-batch 1 would fit."
     return (
         f"{said} No number of devices would do: one unit is too large. Take smaller units, a"
         " shorter --seq or a larger device."

@@ -65,9 +65,12 @@ def question_of(
         model = _of_size(model)
     if isinstance(model, ModelShape):
         return _of_shape(model, machine, replace(job, seq=job.seq or LONGEST))
-    row, as_it_is = known(model) if isinstance(model, (str, Path)) else None, job.precision is None
-    if row is not None:
-        module = _by_name(row.name)
+    named, as_it_is = (
+        known(model) if isinstance(model, (str, Path)) else None,
+        job.precision is None,
+    )
+    if named is not None:
+        module = _by_name(named)
     elif isinstance(model, (str, Path)):
         module = _built(model, as_it_is)
     elif isinstance(model, nn.Module):
@@ -81,11 +84,11 @@ def question_of(
         job = replace(job, seq=min(LONGEST, positions_of(module) or LONGEST))
     if not (job.checkpointing or repeated_blocks(module)):
         job = replace(job, checkpointing="none")
-    name = row.name if row is not None else type(module).__name__
+    name = named or type(module).__name__
     device = "cpu" if machine.shared else "cuda"
     given = name, job.seq, job.lora_rank, job.units, job.precision, device, batch, loss
-    module, shape, activities = (_read_once if row is not None else _read)(module, *given)
-    notes = [_AS_FP32] if as_it_is and row is not None else []
+    module, shape, activities = (_read_once if named else _read)(module, *given)
+    notes = [_AS_FP32] if as_it_is and named else []
     job = replace(job, model_dtype=dtype_of(module)) if as_it_is else job
     return Question(shape, activities, machine, job, "traced from the module", tuple(notes))
 

@@ -64,7 +64,6 @@ from onefold.plan.shapes import ModelShape, Parameter, UnitShape
 from onefold.plan.subject import tokens
 from onefold.recipe import Recipe, Tier
 from onefold.recipe.optimizers import SIMULATED
-from onefold.recipe.rows import FLAT, NODE
 from onefold.tracing.blocks import Checkpointing, recompute
 from onefold.tracing.calling import backward, call, loss_of
 from onefold.tracing.fake import Integers, fake_batch, fake_tensors, twin_of
@@ -171,12 +170,11 @@ def simulate(
         RuntimeError: a process group is already initialized.
     """
     degrees = ranks if isinstance(ranks, Degrees) else Degrees(dp=ranks)
-    if per_node is None and recipe.inner in (None, NODE):  # one node has them all
-        recipe = recipe.in_groups_of(degrees.dp * degrees.cp if recipe.inner == NODE else FLAT)
+    per_node = per_node or degrees.ranks
     _check(recipe, degrees, rank, micro_batches, optimizer)
     begun, name = time.perf_counter(), ""
     if isinstance(model, str | Path):
-        name = row.name if (row := known(model)) else ""
+        name = known(model) or ""
         model = module_of(model, as_it_is=recipe.parameters.dtype is None)
     shape = model if isinstance(model, ModelShape) else model_shape(model, recipe.units, name=name)
     with one_of(degrees.ranks, rank, per_node):
@@ -512,14 +510,14 @@ def nothing_real() -> Iterator[None]:
 
 
 @contextmanager
-def one_of(ranks: int, rank: int, per_node: int | None) -> Iterator[None]:
+def one_of(ranks: int, rank: int, per_node: int) -> Iterator[None]:
     """Make this process rank `rank` of a fake process group, and say what a launcher would say of the
     nodes, inside the context.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    said = {"LOCAL_WORLD_SIZE": str(min(per_node or ranks, ranks)), "WORLD_SIZE": str(ranks)}
-    with mock.patch.dict(os.environ, said if per_node else {}):
+    said = {"LOCAL_WORLD_SIZE": str(min(per_node, ranks)), "WORLD_SIZE": str(ranks)}
+    with mock.patch.dict(os.environ, said):
         if ranks > 1:
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
         try:

@@ -103,10 +103,6 @@ class Integers:
                 return func(*args, **kwargs)
         if func.overloadpacket is _ITEM:
             return self._assumed(args[0])
-        if func.overloadpacket is _aten.masked_select:
-            size = torch.broadcast_shapes(*(t.shape for t in args))
-            source, mask = (self.call(_aten.expand.default, (t, size), {}) for t in args)
-            return self.call(_aten.index.Tensor, (source, [mask]), {})
         try:
             return func(*args, **kwargs)
         except Exception as error:

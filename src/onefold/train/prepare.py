@@ -188,7 +188,7 @@ def _planned(model: nn.Module, config: TrainConfig, ranks: Ranks, free: int) -> 
     """
     job, mesh, notes, more = config.job(), bool(config.axes), list[str](), dict[str, Any]()
     if mesh:
-        more = {"axes": {"tp": config.tp, "ep": config.ep}, "sequence_parallel": False}
+        more["axes"] = {"tp": config.tp, "ep": config.ep, "sequence_parallel": False}
         count = ranks.world_size // config.tp
         job = replace(job, global_batch=job.global_batch or job.micro_batch * count)
         if PLANNED[job.optimizer].update == WHOLE:
