@@ -7,9 +7,6 @@ a recipe, command lines, configuration files, the page of options.
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 import types
 import typing
 from pathlib import Path
@@ -111,14 +108,6 @@ def test_none_takes_an_option_of_a_file_back() -> None:
     for option in OPTIONS.values():
         if option.commands and option.optional and option.name != "precision":
             assert option.of_text("none") is None, option.name
-
-
-def test_the_table_needs_no_torch() -> None:
-    code = "import sys, onefold.recipe, onefold.train.config; print('torch' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], text=True, capture_output=True, env=dict(os.environ)
-    )
-    assert done.stdout.strip() == "False", done.stderr
 
 
 # -- the page ---------------------------------------------------------------------------------------

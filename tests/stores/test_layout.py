@@ -209,21 +209,6 @@ def specs(
 
 
 @given(*specified)
-def test_ranks_own_every_element_equally_often(
-    shapes: list[tuple[int, ...]], ranks: tuple[int, int], scheme: dict[str, Any]
-) -> None:
-    found = specs(shapes, ranks, scheme)
-    numel = found[0].numel
-    assert sum(s.own for s in found) in (numel, numel * ranks[0] // ranks[1], numel * ranks[0])
-    edges = sorted({s.owned for s in found})
-    assert (edges[0][0], edges[-1][1]) == (0, numel)
-    assert all(a[1] == b[0] for a, b in zip(edges, edges[1:], strict=False)), edges
-    for spec in found:
-        local = [overlap((s.start, s.end), spec.owned) for s in spec.layout.slots]
-        assert [spec.local(s) for s in spec.layout.slots] == [b - a for a, b in local]
-
-
-@given(*specified)
 def test_the_hops_of_a_reduction_leave_a_rank_its_interval(
     shapes: list[tuple[int, ...]], ranks: tuple[int, int], scheme: dict[str, Any]
 ) -> None:
