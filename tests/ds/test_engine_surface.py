@@ -253,6 +253,9 @@ def test_a_schedule_may_be_an_object_or_a_function_and_wins_over_the_json() -> N
         model = built(TinyMLP)
     with pytest.raises(ValueError, match="over an optimizer that was"):
         served().initialize(model=model, config=config, lr_scheduler=make(adamw(model), 30))
+    for steps in (None, -5, 2.5, math.inf):
+        with pytest.raises(ValueError, match=f"warmup_num_steps={steps}: expected a whole number"):
+            served().runtime.lr_schedules.WarmupLR(adamw(model), warmup_num_steps=steps)
 
 
 # -- what scripts ask of an engine -----------------------------------------------------------------

@@ -60,7 +60,8 @@ class WarmupLR:
                     warmup_max_lr,
                     ", ".join(f"{rate:g}" for rate in own),
                 )
-        if warmup_num_steps != int(warmup_num_steps) or warmup_num_steps < 0:
+        whole = isinstance(warmup_num_steps, (int, float)) and warmup_num_steps % 1 == 0
+        if not whole or warmup_num_steps < 0:
             raise ValueError(
                 f"scheduler.params.warmup_num_steps={warmup_num_steps!r}: expected a whole number, 0"
                 " or more."
