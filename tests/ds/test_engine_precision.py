@@ -96,6 +96,7 @@ SCALES: list[tuple[dict[str, Any], str, list[float]]] = [
 def test_the_loss_scale_follows_deepspeeds_rule() -> None:
     for stage, (section, steps, scales) in zip((0, 2, 3, 3), SCALES, strict=True):
         engine = made(stage, fp16={"enabled": True, **section})
+        assert engine.optimizer.needs_scaler() and not made(stage).optimizer.needs_scaler()
         for step, scale in zip(steps, scales, strict=True):
             assert with_gradient(engine, math.inf if step == "x" else 1.0) == (step == ".")
             assert {

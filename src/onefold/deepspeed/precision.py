@@ -159,11 +159,16 @@ class LossScaler:
         | `cur_scale`, `loss_scale`          | its scale; changes of the scaler are followed            |
         | `dynamic_loss_scale`               | whether the scale changes by itself                      |
         | `overflow`                         | whether the last step was skipped                        |
+        | `needs_scaler()`                   | whether a loss has to be scaled before `backward()`      |
         """
         self._shown = weakref.ref(optimizer)
         self.scale = self.scale
         optimizer.loss_scaler, optimizer.overflow = self, False
-        optimizer.dynamic_loss_scale = self.dynamic
+        optimizer.dynamic_loss_scale, optimizer.needs_scaler = self.dynamic, self.is_needed
+
+    def is_needed(self) -> bool:
+        """Whether the loss has to be scaled: not if the scale is fixed at 1."""
+        return self.dynamic or self.scale != 1
 
     def update(self, overflow: bool) -> None:
         """Update the scale after one optimizer step.
