@@ -17,6 +17,7 @@ So the model is whole on no rank, but for what rank 0 returns or was given.
 from __future__ import annotations
 
 import contextlib
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -256,11 +257,14 @@ def take(
         if b is not None
     ]
     by_hand, extra, taking = "", dict[str, Any](), takes_extra_state(module)
+    # torch writes `assign` into the versions, where the next module that loads the dict would obey it
+    copied: Any = OrderedDict(state)
+    copied._metadata = {k: dict(v) for k, v in getattr(state, "_metadata", {}).items()}
     for name, each in taking.items():
         each.__dict__["set_extra_state"] = partial(extra.__setitem__, name)
     with torch.no_grad(), standing_in(engine):
         try:
-            missing, unexpected = module.load_state_dict(state, strict=False, assign=True)
+            missing, unexpected = module.load_state_dict(copied, strict=False, assign=True)
         except Exception as error:
             raise ValueError(
                 f"the model's own load_state_dict failed: {type(error).__name__}: {error}"
