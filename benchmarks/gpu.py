@@ -7,7 +7,7 @@ What tells most comes first.
 |------------|-------------------------------------------------------------------------------------------|
 | check      | is it right here: numbers, groups, copies? `onefold doctor --check`                       |
 | block      | communication that is exposed around blocks of Llama 3 8B's width, by a profile           |
-| ranks      | step time and peak memory beside DDP and FSDP2 (several GPUs)                      |
+| ranks      | step time and peak memory beside DDP and FSDP2 (several GPUs)                             |
 | step       | the same at world size 1 beside plain PyTorch; the goal is 1.02 × its time and memory     |
 | host       | states and parameters on the host beside FSDP2's CPUOffloadPolicy, with a profile         |
 | memory     | activations on the host                                                                   |

@@ -162,9 +162,9 @@ def measure(ranks: Ranks, sizes: Sizes) -> dict[str, Any]:
     # AdamW reads parameter, gradient and two moments, and writes all but the gradient
     update = 28 * BLOCKS * 12 * w * w / world_size / memory
     beyond = seconds(step) - computing[first] - update
-    share = max(0.0, beyond / moving) if moving else 0.0
+    contention = max(0.0, beyond / moving) if moving else 0.0
     gpu = {"attainable": 1.0, **rates, **copies, "link": link}
-    return {"gpu": gpu, "kernel_share": reached, "hop_seconds": hop, "contention": share}
+    return {"gpu": gpu, "kernel_share": reached, "hop_seconds": hop, "contention": contention}
 
 
 def main(folder: str, device: str) -> None:

@@ -174,12 +174,12 @@ def largest_micro_batch(question: Question, scheme: Scheme) -> Candidate | None:
     if not best.fits:
         return None
     each = max(1, question.activities(1, scheme.checkpointing).peak)
-    low, high, step = 1, len(sizes) + 1, 0.5
+    low, high, step = 1, len(sizes) + 1, 1
     while high - low > 1:
         # Not all of `each` grows with the samples: steps that fit become longer
         guess = bisect_right(sizes, sizes[low - 1] + best.spare // each)
         if guess <= low:
-            guess, step = low + max(1, int(step)), 2 * step
+            guess, step = low + step, 2 * step
         guess = guess if guess < high else (low + high) // 2
         found = question.answer(replace(scheme, micro_batch=sizes[guess - 1]))
         low, high, best = (guess, high, found) if found.fits else (low, guess, best)

@@ -65,10 +65,8 @@ def question_of(
         model = _of_size(model)
     if isinstance(model, ModelShape):
         return _of_shape(model, machine, replace(job, seq=job.seq or LONGEST))
-    named, as_it_is = (
-        known(model) if isinstance(model, (str, Path)) else None,
-        job.precision is None,
-    )
+    named = known(model) if isinstance(model, (str, Path)) else None
+    as_it_is = job.precision is None
     if named is not None:
         module = _by_name(named)
     elif isinstance(model, (str, Path)):
