@@ -513,8 +513,8 @@ class Group:
                 tag = self.tag(context.move, number, context.about)
                 works = []
                 for call, peer, some in (
+                    (dist.isend, "group_dst", sends),  # first: what arrives is announced then
                     (dist.irecv, "group_src", recvs),
-                    (dist.isend, "group_dst", sends),
                 ):
                     for p, t in some:
                         if t.numel():
@@ -833,8 +833,8 @@ class Group:
         self.ledger.control_bytes += sent.numel()
         with self._launching(context):
             works = [
-                dist.irecv(into, group=over, group_src=source, tag=tag),
                 dist.isend(sent, group=over, group_dst=to, tag=tag),
+                dist.irecv(into, group=over, group_src=source, tag=tag),
             ]
         self.wait(works, context, on_host=True)
 

@@ -322,8 +322,7 @@ class Flat:
             # without memory
             entry.released = torch.empty(entry.slot.shape, dtype=self.dtypes.compute, device=device)
             entry.released.untyped_storage().resize_(0)
-        for entry, own in zip(self.entries, self.own(self.master), strict=True):
-            self._bind(entry, own)
+            self._bind(entry, self.own(self.master, entry))
         if not self.storage.in_place:
             self.master.untyped_storage().resize_(0)
         self.storage.store(first)
@@ -393,18 +392,13 @@ class Flat:
         edges = [0, *edges, self.layout.numel]
         return [slice(a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        """Where the elements of each entry begin and end among those that this rank owns."""
-        return [at for entry in self.entries for at in (entry.here.start, entry.here.stop)]
-
-    def own(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Return this rank's elements of each entry in `part`, [owned], as its optimizer sees them:
-        in their logical shape if it owns all of them, and they are all there is.
+    def own(self, part: torch.Tensor, entry: Entry) -> torch.Tensor:
+        """Return this rank's elements of `entry` in `part`, [owned], as its optimizer sees them: in
+        their logical shape if it owns all of them, and they are all there is.
         """
         if self.whole_master and not self.in_boxes:
-            return self.views(part)
-        return part.tensor_split(self._ends)[1::2]
+            return self.view(part, entry)
+        return part[entry.here]
 
     @property
     def owners_group(self) -> Group:

@@ -156,7 +156,7 @@ class Reducer:
         mean.
         """
         came, unit.aside, unit.aside_bytes = unit.aside, [], 0
-        alike = defaultdict[tuple[Flat, bool, int], Pairs](list)
+        alike: dict[tuple[Flat, bool, int], Pairs] = defaultdict(list)
         for entry in came:
             grad = local_of(get_grad(entry.compute))
             if grad is None:  # a hook has dropped it, or it came twice and is stored
@@ -170,11 +170,11 @@ class Reducer:
                 self.marks.note(entry, grad)
             set_grad(entry.compute, None)
             self.used.add(entry)
-            unit.late = unit.late or unit.launched
             flat = entry.flat
             filled = entry in flat.filled
             flat.filled.add(entry)
             alike[flat, filled, entry.parts].append((entry, grad))
+        unit.late |= unit.launched and bool(alike)
         for (flat, filled, parts), pairs in alike.items():
             self._add(flat, filled, parts, pairs)
 
@@ -197,7 +197,7 @@ class Reducer:
         else:
             torch._foreach_copy_(views, grads)
             if scale != 1:
-                torch._foreach_mul_(views, scale)
+                torch._foreach_mul_([buffer] if len(pairs) == len(flat.entries) else views, scale)
 
     def passed_over(self, units: list[Unit]) -> None:
         """Let units that the backward pass went past without using them take part with zeros now:
@@ -345,12 +345,12 @@ class Reducer:
                     ledger.add(GRADIENTS, nbytes_of(r.total))
                     ledger.add(GRADIENTS, -nbytes_of(total))
                     total = r.total
-                own = flat.own(total)
                 for entry, there in zip(mine, before, strict=True):
+                    own = flat.own(total, entry)
                     if there is None:
-                        set_grad(entry.param, own[entry.index])
+                        set_grad(entry.param, own)
                     else:
-                        there.add_(own[entry.index])
+                        there.add_(own)
             if None not in before and (storage.offloaded or r.gathering is None):
                 ledger.add(GRADIENTS, -nbytes_of(total))  # they were added, or copied
         if in_backward:
