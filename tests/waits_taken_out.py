@@ -40,6 +40,7 @@ from typing import Any, TextIO
 
 import pytest
 
+import on_ranks
 import waits_switch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -269,7 +270,10 @@ class Runner:
         (self.folder / "out").write_text("" if out is None else str(out))
         (self.folder / "reached").write_text("")
         waits_switch.forget()
-        item.own_markers = [mark for mark in item.own_markers if mark.name != "timeout"]
+        # Alone: of tests that share a start, it would be told what an earlier one has found
+        on_ranks._told.clear()
+        kept = [m for m in item.own_markers if m.name not in ("timeout", "xdist_group")]
+        item.own_markers = kept
         item.add_marker(pytest.mark.timeout(limit, method="signal"))
         self.failed, self.hung, begun = False, False, time.monotonic()
         item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
