@@ -83,7 +83,10 @@ _WRITER = "for a thread that writes files"
 #: {file: {how a call begins: why it is none of these waits}}.
 NOT_WAITS = {
     "checkpoint/checkpointer.py": {"self.wait": _WRITER, "saving.wait": _WRITER, "self._saving.wait": _WRITER},
-    "checkpoint/together.py": {"engine.settle": _WRITER},
+    "checkpoint/dcp.py": {"self.engine.settle": _WRITER, "self.engine.about_to_write": "refuses: `_check` has waited"},
+    "checkpoint/together.py": {
+        "engine.settle": _WRITER, "work.wait()": "raises what has failed", "self._group.recv": "closes connections",
+    },
     "comm/ledger.py": {"self.settle": "enters what was measured"},
     "offload/nvme.py": {"self.settle": _DISK, "wait": _DISK, "transfer.settle": _DISK},
     "offload/step.py": {"window.settle": _DISK},

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,9 +29,11 @@ import virtual
 from examples import examples
 from on_ranks import on_ranks
 from onefold.comm import CollectiveContext, Group
+from onefold.comm.communicators import Communicators
 from onefold.comm.pending import within
 from onefold.device import of_local_rank
 from onefold.runtime.hops import add_up
+from ranks import outcomes_of
 from zoo import TinyMLP, features_of
 
 HERE = CollectiveContext("state", "(test)", 0, "state")
@@ -430,6 +433,24 @@ def test_a_group_that_cannot_be_made_leaves_nothing_behind(made: int) -> None:
     ):
         shard(among)
     assert left[0] == -1 and len(known) == before, (made, set(known.values()))
+
+
+def without_the_last(comes: bool, limit: float) -> None:
+    if comes or dist.get_rank() < 3:
+        made = Communicators([0, 1, 2, 3], CPU, limit).make("gloo", on_demand=True)
+    if dist.get_rank() == 3:
+        time.sleep(0 if comes else 6)
+        os._exit(1)
+    made.recv([torch.empty(1)], 3, 0).wait()
+
+
+@pytest.mark.parametrize(("comes", "limit"), [(True, 60.0), (False, 1.0)])
+def test_a_rank_that_ends_or_does_not_come_is_noticed_before_any_message(
+    comes: bool, limit: float
+) -> None:
+    *others, _ = outcomes_of(4, without_the_last, comes, limit, timeout=30)
+    said = "by peer" if comes else "other ranks of [0, 1, 2, 3] to call it too"
+    assert all(said in other.message and other.seconds < 5 for other in others), others
 
 
 def test_a_store_that_does_not_answer_is_told_and_costs_one_thread() -> None:

@@ -135,7 +135,10 @@ def inside_full_params(model: Any, at: str) -> None:
 
 def by_dcp(model: Any, at: str) -> None:
     state = onefold.dcp_state_dict(model)["model"]
-    state.load_state_dict(zeros_of(state.state_dict()))
+    read = state.state_dict()
+    for value in read.values():  # torch.distributed.checkpoint reads into these
+        value.zero_()
+    state.load_state_dict(read)
 
 
 @torch.no_grad()

@@ -322,10 +322,8 @@ def flat_note(ranks: Sequence[int], nodes: Sequence[int]) -> str:
 # [Note: connections on demand] gloo connects every rank to every other when a group is made. Beside a
 # native backend it moves small messages only, between each rank and 2·log2(ranks) others. Such a group
 # connects two ranks when one first sends to the other (torch 2.13 does so under TORCH_GLOO_LAZY_INIT).
-# Until then a rank does not notice that another has ended, and waits up to five times the group's
-# timeout for it. So ranks wait for each other in the store when the group is made. Then a barrier
-# connects each rank with those that it exchanges small messages with: 1, 2, 4, ... places before and
-# behind it.
+# Until then a rank does not notice that another has ended. So a barrier when the group is made connects
+# each rank with those that it exchanges small messages with: 1, 2, 4, ... places before and behind it.
 #
 # [Note: names of groups] The ranks of a new group find each other in the store under the group's
 # name. torch makes it from a number of this process: how many groups it knows (2.13), or how many it
@@ -404,20 +402,13 @@ class Communicators:
                 with _connecting_on_demand() if on_demand else contextlib.nullcontext():
                     return dist.new_group(ranks, backend=backend, timeout=patience, **options)
 
-        def connect() -> None:
-            store, place = default_store(), f"onefold/met/{made.group_name}"
-            if store.add(place, 1) == len(ranks):
-                store.set(f"{place}/all", "")
-            store.wait([f"{place}/all"], patience)
-            made.barrier().wait()
-
         start = time.perf_counter()
         try:
             # torch's own limits, where it has some, are reached first
             made = within(self.timeout + GRACE, new)
             self._made.append(made)
             if on_demand:
-                within(self.timeout + GRACE, connect)
+                within(self.timeout + GRACE, lambda: made.barrier().wait())
         except RuntimeError as error:
             raise StallError(
                 f"rank {dist.get_rank()} waited {time.perf_counter() - start:.0f} s in {where} for the"
