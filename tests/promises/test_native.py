@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import onefold
 import standin
 import virtual
 from on_ranks import on_ranks, slow
+from onefold.runtime.hops import add_up
 from promises.jobs import STEPS, Loop, Mesh, Row, ask, differing, sharded
 from promises.table import table
 from zoo import TinyMLP, features_of
@@ -206,7 +208,13 @@ def test_on_a_device_with_streams_bits_are_gloos_and_no_wait_is_missing(
 ) -> None:
     virtual.start(seed=stage)
     standin.register("cpu", "virtual")
-    found = {}
+    found, streams = {}, set()
+
+    def added(parts: Any, *more: Any, **named: Any) -> None:
+        if parts[0].device.type == "virtual":
+            streams.add(torch.accelerator.current_stream())
+        add_up(parts, *more, **named)
+
     for device, group in (("cpu", None), ("virtual", standin.new_group())):
         torch.manual_seed(0)
         recipe = onefold.Recipe.zero(stage, stall_timeout=30.0, **options)
@@ -214,7 +222,8 @@ def test_on_a_device_with_streams_bits_are_gloos_and_no_wait_is_missing(
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for number in range(2):
             x = features_of(number + dist.get_rank(), 4, 7).to(device)
-            model(x).float().square().mean().backward()
+            with patch("onefold.runtime.hops.add_up", added):
+                model(x).float().square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
         found[device] = {n: t.cpu() for n, t in onefold.full_state_dict(model).items()}
@@ -222,3 +231,4 @@ def test_on_a_device_with_streams_bits_are_gloos_and_no_wait_is_missing(
     dist.barrier()
     assert list(differing("virtual", found["cpu"], found["virtual"])) == []
     assert not virtual.violations(), virtual.violations()
+    assert streams and torch.accelerator.current_stream() not in streams, "sums hold up the passes"
