@@ -97,6 +97,7 @@ NOT_WAITS = {
     "offload/transfers.py": {"self.risen()": "asks, and does not wait"},
     "runtime/engine.py": {"self.settle": _WRITER},
     "runtime/gather.py": {"self.join": "takes part in a gather"},
+    "runtime/parameters/values.py": {"e.box.settle": "brings a gradient into its placements"},
     "sharding.py": {"incoming.settle": "gives parameters their values"},
 }  # fmt: skip
 
