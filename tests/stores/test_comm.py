@@ -249,28 +249,43 @@ def test_the_hosts_work_in_a_step_does_not_grow_with_the_ranks() -> None:
 
 @pytest.mark.skipif(not virtual.available(), reason=virtual.why_not())
 @on_ranks(2, fresh=True)
-def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass() -> None:
+@pytest.mark.parametrize(
+    ("stage", "move", "phase", "trained"),
+    [
+        (2, "reduce-scatter", "backward", 12),
+        (3, "all-gather", "backward", 1),
+        (3, "all-gather", "forward", 12),
+    ],
+)
+def test_a_peer_that_hangs_is_named_in_the_middle_of_the_pass(
+    stage: int, move: str, phase: str, trained: int
+) -> None:
     """The host runs two units ahead of the device, and notices there. Each unit's messages are large
     enough to be waited for.
     """
     virtual.start(seed=0)
     standin.register("cpu", "virtual")
     layers = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(12))).to("virtual")
-    recipe = onefold.Recipe.zero(2, stall_timeout=2.0)
+    layers[trained:].requires_grad_(False)
+    recipe = onefold.Recipe.zero(stage, stall_timeout=2.0)
     model = onefold.shard(layers, recipe, group=standin.new_group(), units=(nn.Linear,))
+
+    def forward() -> Tensor:
+        out: Tensor = model(torch.ones(2, 1024).to("virtual")).square().mean()
+        return out
+
+    forward().backward()
+    act = forward if phase == "forward" else forward().backward
     come: list[str] = []
     for layer in layers:
+        layer.register_forward_hook(lambda *_: come.append("forward"))
         layer.register_full_backward_hook(lambda *_: come.append("backward"))
-    for step in range(2):
-        come.clear()
-        loss = model(torch.ones(2, 1024).to("virtual")).square().mean()
-        if step == 0:
-            loss.backward()
-        elif dist.get_rank() == 0:
-            said = r"gave up waiting in reduce-scatter of unit '\d+' \(backward, step 1\)"
-            with pytest.raises(onefold.StallError, match=said):
-                loss.backward()
-            assert len(come) < 10, come
+    if dist.get_rank() == 0:
+        with pytest.raises(
+            onefold.StallError, match=rf"gave up waiting in {move} of unit '\d+' \({phase}"
+        ):
+            act()
+        assert len(come) < 10, come
     dist.barrier()
 
 
