@@ -183,6 +183,10 @@ class StandIn(_ProcessGroup):
         self._streams: dict[torch.device, Any] = {}
         self._chance = random.Random(f"{self.seed} {rank}")
         self.splits = 0
+        # NCCL's is that of the thread that makes the communicator
+        self.device = (
+            torch.accelerator.current_accelerator() and torch.accelerator.current_device_index()
+        )
         self.wire = Wire(
             rank,
             size,
@@ -334,6 +338,8 @@ class StandIn(_ProcessGroup):
                     f"{name}: tensors must be contiguous, this one has sizes {tuple(t.shape)} and"
                     f" strides {t.stride()}"
                 )
+            if t.device.type != "cpu" and t.device.index != self.device:
+                raise ValueError(f"{name}: {t.device} is not the communicator's: {self.device}")
             if t.is_sparse or t.is_complex():
                 raise ValueError(f"{name}: tensors must be dense and real")
         if len({t.device for t in tensors}) > 1 or len({t.dtype for t in tensors}) > 1:

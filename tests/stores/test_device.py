@@ -5,10 +5,11 @@ What has streams runs on the virtual device: copies are late there, in any order
 
 from __future__ import annotations
 
-import sys
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import Tensor
 import onefold
 import virtual
 from onefold import device as room
+from onefold.comm import Chain, Pending
 from onefold.memory import IDLE, MemoryLedger, Pool
 from zoo import TinyGPT, features_of, tokens_of
 
@@ -160,6 +162,41 @@ def test_the_device_adds_to_sums_on_the_host_what_the_host_would() -> None:
         assert taken == [2 * chunk, -2 * chunk], "bytes on the device that nobody counts"
 
 
+@virtual.alone
+def test_the_computation_copies_and_second_moves_do_not_keep_each_other_waiting() -> None:
+    virtual.start(timeout=10)
+    device, go_on = torch.device("virtual:0"), threading.Event()
+    hold = partial(virtual.enqueue, function=list, ready=go_on.is_set)
+    up, down, computing = *(room.CopyStream(device) for _ in range(2)), room.current_stream(device)
+    ones, low = torch.ones(256, device=device), pinned_for(device).fresh(256, torch.float32)
+    sums: Any = room.HostSums(down, chunk=512)
+    bring = sums._bring
+    sums._bring = lambda *chunk: (bring(*chunk), hold(down.stream))
+    sums.add([(low.fill_(5.0), ones)], ones)
+    sums._up.synchronize()  # while the first chunk is held
+    assert virtual.cpu_alias(sums._buffers[1].view(torch.float32)).eq(5.0).all()
+    group: Any = SimpleNamespace(relay=room.new_stream(device))
+    first = Pending(group, [], group).then(partial(down.order, down.mark()))
+    Chain(group, first, lambda: first)
+    computing.synchronize()  # while the first move is held
+    with up.on_stream():
+        hold(computing)
+        fours = torch.ones(64, device=device) * 4
+    up.mark().synchronize()
+    assert virtual.cpu_alias(fours).eq(4.0).all()
+    go_on.set()
+
+
+@virtual.alone
+def test_work_for_a_stream_of_another_device_goes_there_and_can_be_waited_for() -> None:
+    device = torch.device("virtual:3")
+    with room.use_stream(room.new_stream(device)):
+        assert torch.ones(64, device="virtual").device == device
+    assert torch.accelerator.current_device_index() == 0
+    room.synchronize(device)
+    assert virtual.pending() == ""
+
+
 # -- pinned memory ---------------------------------------------------------------------------------
 
 
@@ -202,45 +239,44 @@ def is_mapped(address: int) -> bool:
 
 
 class Driver:
-    """Takes the calls of CUDA's library, and notes whether the memory was mapped then."""
+    """Takes the calls of CUDA's library, and notes whether the memory was mapped then, and the
+    thread's device.
+    """
 
     def __init__(self) -> None:
         self.answer = 0
-        self.calls: list[tuple[str, bool]] = []
+        self.calls: list[tuple[str, bool, int]] = []
+
+    def called(self, name: str, address: int) -> None:
+        self.calls.append((name, is_mapped(address), torch.accelerator.current_device_index()))
 
     def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
-        self.calls.append(("pin", is_mapped(address + nbytes - 1)))
+        self.called("pin", address + nbytes - 1)
         return self.answer
 
     def cudaHostUnregister(self, address: int) -> int:
-        self.calls.append(("unpin", is_mapped(address)))
+        self.called("unpin", address)
         return 0
 
 
-@pytest.fixture
-def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
-    if sys.platform != "linux":
-        pytest.skip("reads /proc")
-    found = Driver()
-    monkeypatch.setattr(room.pinned, "_runtime", lambda device: found)
-    return found
-
-
-def pages(of: str = "cuda") -> Tensor:
+def pages(of: str = "virtual:2") -> Tensor:
     return room.host_pages(4 * MIB, huge=True, device=torch.device(of) if of else None)
 
 
-def test_pages_are_unpinned_before_they_are_unmapped(driver: Driver) -> None:
+@virtual.alone
+def test_pages_are_pinned_for_their_device_and_unpinned_before_they_are_unmapped() -> None:
+    driver = Driver()
+    room.pinned._runtime = lambda device: driver
     found = pages()
     address, view = found.data_ptr(), found[-100:].view(torch.float32)
     del found
-    assert driver.calls == [("pin", True)], "a view still reads the pages"
+    assert driver.calls == [("pin", True, 2)], "a view still reads the pages"
     del view
-    assert driver.calls == [("pin", True), ("unpin", True)] and not is_mapped(address)
+    assert driver.calls == [("pin", True, 2), ("unpin", True, 2)] and not is_mapped(address)
     driver.answer = 2
     with pytest.raises(RuntimeError, match="cudaHostRegister ended with error 2"):
         pages()
-    assert driver.calls[2:] == [("pin", True)]
+    assert driver.calls[2:] == [("pin", True, 2)]
     del (plain := [pages("")])[0]
     assert plain == [] and len(driver.calls) == 3
 
