@@ -178,13 +178,10 @@ class Told:
         states = run.optimizer.state_dict()["state"].values()
         self.counts = {float(state["step"]) for state in states}
 
-    def unlike(self, other: Told, again: bool = False) -> list[str]:
-        """What is not as in `other`, to the bit. `again`: passes were made again, whose bytes
-        count.
-        """
-        keys = [key for key in EQUAL if not again or key != "wire_bytes"]
+    def unlike(self, other: Told) -> list[str]:
+        """What is not as in `other`, to the bit."""
         mine, its = (
-            [{key: row.get(key) for key in keys} for row in told.rows] for told in (self, other)
+            [{key: row.get(key) for key in EQUAL} for row in told.rows] for told in (self, other)
         )
         found = [f"{a} for {b}" for a, b in zip(mine, its, strict=False) if a != b]
         for name in ("said", "error", "counts"):
