@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,6 @@ from onefold.train.config import resolve
 
 MIB = 1 << 20
 
-INVARIANTS = str(Path(__file__).parent / "invariants")
-if INVARIANTS not in sys.path:
-    sys.path.insert(0, INVARIANTS)
 from promises.formulas import give_memory_back_at_once, peak_resident, reset_peak, resident
 from tiny_transformers import TEXT, differences, files
 

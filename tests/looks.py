@@ -103,11 +103,6 @@ def moved(model: nn.Module) -> dict[str, int]:
     return engine(model).transfers.moved.by_move()
 
 
-def moves(model: nn.Module) -> list[tuple[str, str, str, int]]:
-    """(phase, move, unit, bytes) of each message since `watch`, in order."""
-    return [(e.phase, e.move, e.unit, e.nbytes) for e in engine(model).traffic.events]
-
-
 def gathered(model: nn.Module) -> list[str]:
     """Names of the units whose parameters are whole on this rank now, at stage 3."""
     return [unit.name for unit in engine(model).gather.gathered.values()]
@@ -182,14 +177,6 @@ def nodes(model: nn.Module) -> tuple[int, str, bool]:
     """(groups of ranks, how many nodes there are in words, whether messages cross them flatly)."""
     group = engine(model).group
     return group.topology.outer, group.borders, group.flat_over_nodes
-
-
-def communicators(model: nn.Module) -> tuple[int, int]:
-    """(native communicators that the model has, those that a plan reserves memory for)."""
-    from onefold.comm.communicators import communicators_of
-
-    group = engine(model).group
-    return len(group.shared.communicators.native), communicators_of(group.topology)
 
 
 def activations(model: nn.Module) -> Any:
@@ -352,19 +339,6 @@ def tensors_among(value: Any) -> Any:
     from onefold.runtime.differentiate import tensors_in
 
     return tensors_in(value)
-
-
-def part_of(x: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """This rank's half of `x`, as the `data` of a parameter "x" is at stage 3 on two ranks."""
-    return part_of_two(x, engine(model))
-
-
-def interval(x: torch.Tensor) -> tuple[torch.Tensor, int, int] | None:
-    """(the elements that this rank has, from, to) of a part; None of a plain tensor."""
-    from onefold.runtime.parameters.interval import local_part, spec_of
-
-    spec = spec_of(x)
-    return None if spec is None else (local_part(x).reshape(-1), spec.start, spec.stop)
 
 
 @dataclass

@@ -117,6 +117,11 @@ def differences(
     return found
 
 
+def first(state: Any) -> Any:
+    """What rank 0 alone gives."""
+    return state if dist.get_rank() == 0 else None
+
+
 def on_each_rank(value: Any) -> list[Any]:
     """What each rank gave, in the order of ranks. Collective."""
     found: list[Any] = [None] * dist.get_world_size()

@@ -21,9 +21,9 @@ import torch
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints
-from onefold.train.config import resolve
+from onefold.train.config import TrainConfig, resolve
 from onefold.train.loop import Row, train
-from onefold.train.prepare import prepare
+from onefold.train.prepare import Run, prepare
 
 SOURCE = os.pathsep.join([str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)])
 STEPS = 250
@@ -171,15 +171,19 @@ def this_rank() -> Ranks:
     )
 
 
+def begun(config: TrainConfig, ranks: Ranks) -> tuple[Run, list[str]]:
+    """(a start of the run as the command makes it, what is said of going on)."""
+    point = ranks.on_first(lambda: checkpoints.find(config, restarted=False))
+    run = prepare(config, ranks, lambda line: None, point)
+    return run, checkpoints.load(run, point) if point is not None else []
+
+
 def losses_on(ranks: Ranks, until: int = STEPS, **more: Any) -> list[float]:
     """Train the job to its end in this process, from a checkpoint if there is one in its output; or
     stop at about step `until`.
     """
     config = resolve({**JOB, "resume": "auto", **more})
-    point = checkpoints.find(config, restarted=False)
-    run = prepare(config, ranks, lambda line: None, point)
-    if point is not None:
-        checkpoints.load(run, point)
+    run, _ = begun(config, ranks)
     rows: list[Row] = []
     train(
         run,

@@ -393,6 +393,17 @@ class Headed(nn.Module):
         return self.head(self.norm(x))
 
 
+class Language(nn.Module):
+    """A language model of its own: takes input_ids and labels, returns a loss."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.inner = TinyGPT(**options)
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        return self.inner(input_ids)
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model that rows of a table name: how to make it, a batch of a number, and the loss of a

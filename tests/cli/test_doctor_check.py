@@ -8,18 +8,15 @@ import json
 
 import pytest
 import torch
-import typer
 from typer.testing import CliRunner, Result
 
-from onefold.cli.doctor import doctor_command
+from onefold.cli.app import app
 from onefold.doctor import checks
 from onefold.doctor.checks import LEFT_OUT, OK, WRONG, Outcome
 
 
 def doctor(*arguments: str) -> Result:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(doctor_command)
-    return CliRunner().invoke(app, ["--device", "cpu", *arguments])
+    return CliRunner().invoke(app, ["doctor", "--device", "cpu", *arguments])
 
 
 def told(monkeypatch: pytest.MonkeyPatch, *rows: Outcome) -> None:

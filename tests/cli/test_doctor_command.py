@@ -11,16 +11,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
 from calibrations import calibration
-from onefold.cli.doctor import doctor_command
+from onefold.cli.app import app
 from onefold.machine.calibration import Calibration, default_path
 from onefold.plan.hardware import catalogue
 
 SOURCE = str(Path(__file__).parents[2] / "src")
-COMMAND = "import typer; from onefold.cli.doctor import doctor_command; typer.run(doctor_command)"
 
 
 @pytest.fixture(autouse=True)
@@ -34,9 +32,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def doctor(*arguments: str) -> Result:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(doctor_command)
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, ["doctor", *arguments])
 
 
 def test_it_says_what_the_machine_has_without_measuring(cache: Path) -> None:
@@ -71,7 +67,7 @@ def test_a_measurement_is_saved_printed_and_leaves_nothing_behind(tmp_path: Path
     own = {"PYTHONPATH": path, "TMPDIR": str(tmp_path / "tmp"), "OMP_NUM_THREADS": "1"}
     asked = ["--device", "cpu", "--calibrate", "--ranks", "2", "--json"]
     done = subprocess.run(
-        [sys.executable, "-c", COMMAND, *asked, "--output", str(tmp_path / "machine.toml")],
+        [sys.executable, "-m", "onefold", "doctor", *asked, "--output", str(tmp_path / "machine.toml")],
         cwd=tmp_path, env=os.environ | own, text=True, capture_output=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

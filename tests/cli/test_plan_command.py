@@ -9,19 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner, Result
 
-from onefold.cli.plan import plan_command
+from onefold.cli.app import app
 from onefold.plan.schema import Account
 
 pytestmark = pytest.mark.one_in(8)
 
 
 def command(*arguments: str) -> Result:
-    app = typer.Typer(pretty_exceptions_enable=False)
-    app.command()(plan_command)
-    return CliRunner().invoke(app, list(arguments))
+    return CliRunner().invoke(app, ["plan", *arguments])
 
 
 def said(*arguments: str) -> dict[str, Any]:

@@ -106,14 +106,3 @@ def test_a_deepspeed_file_that_python_cannot_read_is_told(
     found = CliRunner().invoke(app, ["config", "explain", str(tmp_path / "ds.json")])
     assert found.exit_code == status and not isinstance(found.exception, Exception), found
     assert said in found.output
-
-
-@pytest.mark.parametrize("line", [DEEP, '{"step": ' + "9" * 5000 + "}"])
-def test_a_report_of_metrics_that_python_cannot_read_names_the_line(
-    tmp_path: Path, line: str
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text(f"{line}\n{json.dumps({'step': 1})}\n")
-    from onefold.observe.runfile import RunFileError, read_metrics
-
-    with pytest.raises(RunFileError, match="line 1, is not JSON"):
-        read_metrics(tmp_path)

@@ -17,8 +17,6 @@ from on_ranks import on_ranks
 from reference import adamw, built, differences, sgd, train
 from zoo import ResidualBlock, TinyGPT, TinyMLP, features_of, tokens_of
 
-STAGES = (0, 1, 2, 3)
-
 
 def sharded(stage: int = 3, make: Any = TinyMLP, **options: Any) -> Any:
     recipe = onefold.Recipe.zero(stage, **{"stall_timeout": 20.0, **options})

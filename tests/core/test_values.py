@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import looks
 import onefold
 from on_ranks import on_ranks
-from reference import NEAR, built, ddp, differences, sgd, train
+from reference import NEAR, built, ddp, differences, first, sgd, train
 from zoo import TinyMLP, features_of
 
 STAGES = (0, 1, 2, 3)
@@ -25,11 +25,6 @@ STAGES = (0, 1, 2, 3)
 def sharded(stage: int, make: Any = TinyMLP, seed: int = 0, **options: Any) -> Any:
     recipe = onefold.Recipe.zero(stage, **{"stall_timeout": 20.0, **options})
     return onefold.shard(built(make, seed), recipe)
-
-
-def first(state: Any) -> Any:
-    """What rank 0 alone gives."""
-    return state if dist.get_rank() == 0 else None
 
 
 def one_step(model: Any, optimizer: Any, update: Any, step: int) -> None:

@@ -84,15 +84,6 @@ def test_a_configuration_is_the_recipe_that_it_stands_for() -> None:
         assert repr(config) == kept, "the caller's dict is left alone"
 
 
-def test_a_configuration_may_be_a_dict_or_a_path(tmp_path: Path) -> None:
-    config = {"zero_optimization": {"stage": 2, "overlap_comm": False}, "fp16": {"enabled": True}}
-    path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(config))
-    expected = onefold.Recipe.zero(2, precision="fp16", in_flight=0)
-    for given in (config, path, str(path)):
-        assert recipe_from(given) == expected, given
-
-
 # -- what becomes of each key ----------------------------------------------------------------------
 
 

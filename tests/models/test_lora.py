@@ -36,7 +36,7 @@ from onefold.train.report import Reporter
 from onefold.train.worker import export
 from onefold.wording import TrainError
 from ranks import run_ranks
-from started_runs import alone, this_rank
+from started_runs import alone, begun, this_rank
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -56,10 +56,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 def start(config: Any, ranks: Ranks) -> tuple[Run, Keeper]:
     """A start of the run as the command makes it."""
-    point = checkpoints.find(config, restarted=False)
-    run = prepare(config, ranks, lambda line: None, point)
-    if point is not None:
-        checkpoints.load(run, point)
+    run, _ = begun(config, ranks)
     return run, Keeper(run, Path(config.output), Reporter())
 
 

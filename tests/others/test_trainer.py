@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import looks
 import onefold
@@ -120,11 +119,6 @@ BESIDE: dict[str, dict[str, Any]] = {
 def test_modules_and_embeddings_beside_adapters_are_saved_and_go_on(
     kind: str, folder: Path
 ) -> None:
-    besides_adapters(kind, folder, lambda stage: {"recipe": stage})
-
-
-def besides_adapters(kind: str, folder: Path, at: Any) -> None:
-    """`at`: (stage) -> what makes a run Onefold's."""
     from others.runs import SAVES, checkpoint, trained
 
     # Where gradients are not scaled by their norm, its rounding is not in the weights
@@ -132,8 +126,8 @@ def besides_adapters(kind: str, folder: Path, at: Any) -> None:
     ddp = trained(folder, **given)
     assert any("lora_" not in name for name in ddp.weights)
     for stage in (1, 3):
-        first = trained(folder, **at(stage), **given)
-        again = trained(folder, **at(4 - stage), seed=5, resume=checkpoint(first), **given)
+        first = trained(folder, stage, **given)
+        again = trained(folder, 4 - stage, seed=5, resume=checkpoint(first), **given)
         for ours in (first, again):
             assert ours.losses == ddp.losses
             assert not differences(ddp.weights, ours.weights, 0, 1e-4)
@@ -236,19 +230,6 @@ def test_it_evaluates_and_predicts_before_and_after(folder: Path) -> None:
             predicted = trainer.predict(tokens())
             found[recipe] = first, predicted.metrics["test_loss"], predicted.predictions.shape
     assert found[3] == found[None]
-
-
-class Plain(nn.Module):
-    """A model that is none of transformers'."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.embed, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
-
-    def forward(self, input_ids: Any, labels: Any) -> dict[str, Any]:
-        scores = self.head(self.embed(input_ids))
-        return {"loss": nn.functional.cross_entropy(scores.flatten(0, 1), labels.flatten())}
 
 
 # -- what is taken and refused ---------------------------------------------------------------------

@@ -5,12 +5,11 @@ benchmarks/validation/formulas. Plain arithmetic: bytes, elements, FLOP, seconds
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 from benchmarks.validation.formulas.states import model_states
 
-from onefold.plan.job import CHECKPOINTING, Convention
+from onefold.plan.job import Convention
 
 Streamed = Literal["params", "optimizer", "act_ckpt"]
 STREAMED: tuple[Streamed, ...] = ("params", "optimizer", "act_ckpt")
@@ -19,14 +18,9 @@ STREAMED: tuple[Streamed, ...] = ("params", "optimizer", "act_ckpt")
 V100_ACHIEVABLE = 70e12
 
 
-def infinity_parameters(layers: int, hidden: int) -> int:
-    """Parameters of the blocks alone: 12·nl·hd² (equation 1)."""
-    return 12 * layers * hidden**2
-
-
-def infinity_states(layers: int, hidden: int, bytes_per_parameter: float = 20) -> float:
-    """Bytes of all model states; 240·nl·hd² at the paper's 20 bytes a parameter (equation 2)."""
-    return bytes_per_parameter * infinity_parameters(layers, hidden)
+def infinity_states(layers: int, hidden: int, bytes_per_parameter: float) -> float:
+    """Bytes of all model states; 240·nl·hd² at the paper's 20 bytes a parameter (equations 1, 2)."""
+    return bytes_per_parameter * 12 * layers * hidden**2
 
 
 def intensity(
@@ -47,49 +41,21 @@ def intensity(
     raise ValueError(f"streamed={streamed!r}: expected one of {', '.join(map(repr, STREAMED))}.")
 
 
-def efficiency(intensity: float, bandwidth: float, peak: float = V100_ACHIEVABLE) -> float:
+def efficiency(intensity: float, bandwidth: float) -> float:
     """Share of the peak that remains when nothing overlaps: ait·bw/(ait·bw + peak) (equation 6)."""
-    return intensity * bandwidth / (intensity * bandwidth + peak)
+    return intensity * bandwidth / (intensity * bandwidth + V100_ACHIEVABLE)
 
 
-BUFFER_FACTOR = 1.5
+def zero3_on_a_gpu(numel: float, largest_layer: float, gpus: int) -> float:
+    """Bytes at stage 3: 18 a parameter spread over all GPUs; the largest layer gathered (4 bytes)."""
+    return 4 * largest_layer + 18 * numel / gpus
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """Bytes on the host of one node and on one GPU."""
-
-    host: float
-    gpu: float
-
-
-def zero3_estimate(
-    numel: float,
-    largest_layer: float,
-    gpus_per_node: int,
-    nodes: int = 1,
-    *,
-    offload_optimizer: bool = False,
-    offload_parameters: bool = False,
-    zero_init: bool = True,
-    buffer_factor: float = BUFFER_FACTOR,
-) -> Estimate:
-    """Stage 3: 18 bytes a parameter spread over all GPUs, or 16 or 18 of them on the hosts; the
-    largest layer gathered (4 bytes).
-
-    Without `zero_init` each process first builds the whole model in fp32 on the host.
+def zero3_on_a_host(numel: float, nodes: int) -> float:
+    """Bytes at stage 3 with states and parameters on the hosts: 18 a parameter spread over them, half
+    as many again for buffers.
     """
-    share = 1 / nodes
-    gathered = 4 * largest_layer
-    built = 4 * numel * gpus_per_node
-    if offload_optimizer:
-        kept = (18 if offload_parameters else 16) * numel * share
-        gpu = gathered + (0.0 if offload_parameters else 2 * numel / (gpus_per_node * nodes))
-        host = kept if zero_init else max(built, kept)
-    else:
-        gpu = gathered + 18 * numel / (gpus_per_node * nodes)
-        host = 4 * largest_layer * gpus_per_node if zero_init else built
-    return Estimate(host * buffer_factor, gpu)
+    return 1.5 * 18 * numel / nodes
 
 
 def zero_elements(layers: int, hidden: int, batch: int, seq: int) -> int:
@@ -98,37 +64,21 @@ def zero_elements(layers: int, hidden: int, batch: int, seq: int) -> int:
 
 
 def korthikanti_layer(
-    seq: int,
-    batch: int,
-    hidden: int,
-    heads: int,
-    tensor: int = 1,
-    *,
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-    fused_attention: bool = False,
+    seq: int, batch: int, hidden: int, heads: int, tensor: int = 1, *, selective: bool = False
 ) -> float:
     """Bytes of one layer's activations in 16 bits with dropout (Korthikanti et al. 2022, Table 2).
 
-    s·b·h·(34 + 5·a·s/h) without recompute, 34·s·b·h under selective recompute or fused attention
-    (neither keeps the scores), 2·s·b·h under full recompute; tensor parallelism divides 24 of the
-    34, sequence parallelism all of them.
+    s·b·h·(34 + 5·a·s/h) without recompute, 34·s·b·h under selective recompute, which does not keep
+    the scores; tensor parallelism divides 24 of the 34.
     """
-    assert recompute in CHECKPOINTING
-    sbh = seq * batch * hidden
-    if recompute == "full":
-        return 2 * sbh
-    dense = 34 / tensor if sequence_parallel else 10 + 24 / tensor
-    scores = (
-        0.0 if recompute == "selective" or fused_attention else 5 * heads * seq / (hidden * tensor)
-    )
-    return sbh * (dense + scores)
+    scores = 0.0 if selective else 5 * heads * seq / (hidden * tensor)
+    return seq * batch * hidden * (10 + 24 / tensor + scores)
 
 
 def selective_recompute_saves(seq: int, hidden: int, heads: int) -> float:
     """Share of activations that selective recompute removes (Korthikanti et al., section 5)."""
     full = korthikanti_layer(seq, 1, hidden, heads)
-    return 1 - korthikanti_layer(seq, 1, hidden, heads, recompute="selective") / full
+    return 1 - korthikanti_layer(seq, 1, hidden, heads, selective=True) / full
 
 
 def reduction_factor(convention: Convention, stage: int, ranks: int) -> float:
@@ -159,9 +109,9 @@ def smallest_degree(
     )
 
 
-def checkpoint_bytes(numel: float, weights: float = 2, optimizer: float = 12) -> float:
+def checkpoint_bytes(numel: float) -> float:
     """Bytes to resume from: 16-bit weights, fp32 master, m, v (BigScience tr11-176B README)."""
-    return numel * (weights + optimizer)
+    return numel * (2 + 12)
 
 
 def tensor_parallel_elements(batch: int, seq: int, hidden: int, degree: int) -> float:

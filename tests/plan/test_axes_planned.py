@@ -30,7 +30,7 @@ from onefold.plan.search import AUTO, least, meshes
 from onefold.plan.subject import question_of
 from onefold.recipe import Recipe
 
-GB, GIB = 1e9, 2**30
+GIB = 2**30
 
 
 def told(found: float, expected: float) -> str:

@@ -72,16 +72,11 @@ def largest_with_host_optimizer(i: Inputs) -> float:
 
 
 def estimator(i: Inputs) -> float:
-    return papers.zero3_estimate(i["P"], i["L"], i["N"] // i["nodes"], i["nodes"]).gpu / GIB
+    return papers.zero3_on_a_gpu(i["P"], i["L"], i["N"]) / GIB
 
 
 def estimator_host(i: Inputs) -> float:
-    return (
-        papers.zero3_estimate(
-            i["P"], 0, 1, i["nodes"], offload_optimizer=True, offload_parameters=True
-        ).host
-        / GIB
-    )
+    return papers.zero3_on_a_host(i["P"], i["nodes"]) / GIB
 
 
 def flops_rate(system: str, numel: float, micro_batch: int, seq: int, gpus: int) -> float:

@@ -6,9 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from random_plans import GIB, activity, gpus
-from torch import nn
 
 import onefold
 from onefold.memory import GATHERED, GRADIENTS, MASTERS, PARAMETERS
@@ -23,7 +21,7 @@ from onefold.plan.modules import model_shape, module_of
 from onefold.plan.schema import MOMENTS, Account
 from onefold.plan.shapes import ModelShape
 from onefold.recipe import Tier
-from zoo import TinyGPT
+from zoo import Language
 
 
 def test_offload_moves_every_state_once_and_none_is_lost() -> None:
@@ -108,7 +106,7 @@ def test_a_recipe_that_is_planned_to_offload_is_one_that_runs(tmp_path: Path) ->
 def test_recipe_auto_goes_to_a_disk_where_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, seq = Language(), {"seq": 16, "micro_batch": 1}
+    model, seq = Language(width=128, depth=16, length=16), {"seq": 16, "micro_batch": 1}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     whole = (
         onefold.plan(
@@ -135,17 +133,6 @@ def test_recipe_auto_goes_to_a_disk_where_one_is_named(
     assert "on NVMe" in recipe.notes[-1]
     with pytest.raises(ValueError, match="there is no such folder"):
         onefold.plan.recipe_for(model, nvme=str(tmp_path / "nowhere"), **seq)
-
-
-class Language(nn.Module):
-    """A language model of its own, of small blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = TinyGPT(width=128, depth=16, length=16)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        return self.inner(input_ids)
 
 
 def test_lora_holds_states_of_its_adapters_only() -> None:

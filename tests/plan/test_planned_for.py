@@ -18,24 +18,13 @@ import onefold
 from onefold.plan.api import planned as plan
 from onefold.plan.hardware import machine
 from onefold.plan.job import Job
-from zoo import TinyGPT
+from zoo import Language
 
 pytestmark = pytest.mark.one_in(3)
 
 
 def make_gpt() -> nn.Module:
-    return TokenModel()
-
-
-class TokenModel(nn.Module):
-    """A language model of its own: takes input_ids and labels, returns a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = TinyGPT(width=32, depth=4, length=64)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
-        return self.inner(input_ids)
+    return Language(width=32, depth=4, length=64)
 
 
 def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_path: Path) -> None:
@@ -53,7 +42,7 @@ def test_a_number_a_name_a_folder_a_factory_and_a_module_are_all_planned(tmp_pat
         "folder": folder,
         "file": str(folder / "config.json"),
         "factory": "onefold_tests_factory:make_gpt",
-        "module": TokenModel(),
+        "module": make_gpt(),
     }
     sys.modules["onefold_tests_factory"] = sys.modules[__name__]
     try:
@@ -94,17 +83,17 @@ def test_the_convention_is_that_of_the_recipe(job: Job, total: int) -> None:
 
 def test_recipe_auto_plans_with_the_options_it_hands_on_and_says_the_micro_batch() -> None:
     recipe = onefold.plan.recipe_for(
-        TokenModel(), seq=16, micro_batch=0, global_batch=8, units=["inner.blocks.1"], prefetch=0
+        make_gpt(), seq=16, micro_batch=0, global_batch=8, units=["inner.blocks.1"], prefetch=0
     )
     assert recipe.units == ("inner.blocks.1",) and recipe.prefetch == 0
     assert "micro-batch 8: " in recipe.notes[-1], recipe.notes
     assert onefold.plan.recipe_for("gpt2", seq=16).stage == 0
     with pytest.raises(ValueError, match=r"chooses the stage; for stage 1 write Recipe\.zero\(1"):
-        onefold.plan.recipe_for(TokenModel(), stage=1)
+        onefold.plan.recipe_for(make_gpt(), stage=1)
     with pytest.raises(
         ValueError, match=r"recipe_for does not know prefetsch. Did you mean 'prefetch'"
     ):
-        onefold.plan.recipe_for(TokenModel(), prefetsch=1)
+        onefold.plan.recipe_for(make_gpt(), prefetsch=1)
 
 
 def test_each_optimizer_moves_its_own_bytes_in_its_own_time() -> None:
@@ -120,12 +109,12 @@ def test_each_optimizer_moves_its_own_bytes_in_its_own_time() -> None:
     assert seconds["sgd"] / seconds["adamw"] == pytest.approx(12 / 28)
 
 
-class Raising(TokenModel):
+class Raising(Language):
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         raise RuntimeError("broken at x=3")
 
 
-class Needing(TokenModel):
+class Needing(Language):
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return self.inner(input_ids)
 

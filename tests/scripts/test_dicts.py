@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import onefold
 from on_ranks import on_ranks
-from reference import built, differences
+from reference import built, differences, first
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 STAGES = (0, 1, 2, 3)
@@ -28,11 +28,6 @@ def gpt(stage: int, tied: bool = False) -> tuple[Any, dict[str, Tensor]]:
     model.register_buffer("hidden", torch.ones(3), persistent=False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     return onefold.shard(model, onefold.Recipe.zero(stage, stall_timeout=10.0)), before
-
-
-def first(state: Any) -> Any:
-    """What rank 0 alone gives."""
-    return state if dist.get_rank() == 0 else None
 
 
 @on_ranks(3)

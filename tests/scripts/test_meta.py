@@ -17,7 +17,7 @@ import onefold
 import standin
 import virtual
 from on_ranks import on_ranks, slow
-from reference import built, differences, sgd, train
+from reference import built, differences, first, sgd, train
 from zoo import TinyGPT, TinyMLP, features_of, tokens_of
 
 STAGES = (0, 1, 2, 3)
@@ -25,10 +25,6 @@ STAGES = (0, 1, 2, 3)
 
 def recipe(stage: int, **options: Any) -> onefold.Recipe:
     return onefold.Recipe.zero(stage, stall_timeout=20.0, **options)
-
-
-def first(state: Any) -> Any:
-    return state if dist.get_rank() == 0 else None
 
 
 @on_ranks(2)

@@ -64,22 +64,19 @@ def tensor_parallel(stage: int) -> None:
     sharded(stage, parallelize_module(nn.Linear(8, 8), mesh, ColwiseParallel()))
 
 
-def sharing(m: Any, stage: int, what: str) -> None:
+def sharing(m: Any, stage: int) -> None:
     other: Any = TinyMLP()
-    if what == "module":
-        other.blocks[1] = m.blocks[1]
-    else:
-        other.blocks[1].up.weight = m.blocks[1].up.weight
+    other.blocks[1].up.weight = m.blocks[1].up.weight
     sharded(stage, other)
 
 
-def after(change: Callable[[Any], Any], passes: int = 0, then: int = 1) -> Any:
+def after(change: Callable[[Any], Any], passes: int = 0) -> Any:
     """A change behind so many passes, and then a pass."""
 
     def call(m: Any, stage: int) -> None:
         run(m, passes)
         change(m)
-        run(m, then)
+        run(m)
 
     return call
 
@@ -179,7 +176,7 @@ CALLS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...]]] = {
     ),
     "twice": (lambda m, s: sharded(s, m), ALL, ("already",)),
     "a shared parameter": (
-        lambda m, s: sharing(m, s, "parameter"),
+        sharing,
         ALL,
         ("'blocks.1.up'", "another sharded model"),
     ),

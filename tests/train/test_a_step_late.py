@@ -21,13 +21,14 @@ import onefold
 from onefold.optim.clip import skips_on_device
 from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
-from onefold.train import checkpoints, loop
+from onefold.train import loop
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
-from onefold.train.prepare import Run, prepare
+from onefold.train.prepare import Run
 from onefold.train.report import Reporter
 from onefold.wording import TrainError
+from started_runs import begun
 
 pytestmark = pytest.mark.one_in(9)
 
@@ -132,11 +133,8 @@ def start(
         "global_batch": 4, "micro_batch": 2, "output": str(folder / device),
     }  # fmt: skip
     config = resolve({**given, **options})
-    point = checkpoints.find(config, restarted=False)
     where = torch.device(HERE if device == "virtual" else "cpu")
-    run = prepare(config, ranks or Ranks(0, 1, 0, 1, where, "gloo", None), lambda line: None, point)
-    if point is not None:
-        checkpoints.load(run, point)
+    run, _ = begun(config, ranks or Ranks(0, 1, 0, 1, where, "gloo", None))
     return run, Keeper(run, folder / device, Reporter())
 
 
@@ -180,13 +178,10 @@ class Told:
         states = run.optimizer.state_dict()["state"].values()
         self.counts = {float(state["step"]) for state in states}
 
-    def unlike(self, other: Told, again: bool = False) -> list[str]:
-        """What is not as in `other`, to the bit. `again`: passes were made again, whose bytes
-        count.
-        """
-        keys = [key for key in EQUAL if not again or key != "wire_bytes"]
+    def unlike(self, other: Told) -> list[str]:
+        """What is not as in `other`, to the bit."""
         mine, its = (
-            [{key: row.get(key) for key in keys} for row in told.rows] for told in (self, other)
+            [{key: row.get(key) for key in EQUAL} for row in told.rows] for told in (self, other)
         )
         found = [f"{a} for {b}" for a, b in zip(mine, its, strict=False) if a != b]
         for name in ("said", "error", "counts"):

@@ -12,15 +12,14 @@ import pytest
 import torch
 
 from onefold.processes.ranks import Ranks
-from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
-from onefold.train.prepare import prepare
 from onefold.train.report import Reporter, describe
 from onefold.train.worker import export
 from onefold.wording import TrainError
 from ranks import run_ranks
+from started_runs import begun
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -46,9 +45,7 @@ def started(folder: str, output: str, **options: Any) -> dict[str, Any]:
         "output": f"{folder}/{output}",
     }  # fmt: skip
     config = resolve({**given, **options})
-    point = ranks.on_first(lambda: checkpoints.find(config, restarted=False))
-    run = prepare(config, ranks, lambda line: None, point)
-    notes = checkpoints.load(run, point) if point is not None else []
+    run, notes = begun(config, ranks)
     rows: list[Row] = []
     with closing(Keeper(run, Path(config.output or ""), Reporter())) as keeper:
         train(run, lambda: 0, rows.append, keeper=keeper)

@@ -8,26 +8,17 @@ from typing import Any
 
 import choices
 import pytest
-import torch
 from torch import nn
 
 from onefold.memory import MOMENTS
 from onefold.plan import api
 from onefold.train.prepare import choose
-from zoo import TinyGPT
+from zoo import Language
 
 
-class Language(nn.Module):
-    """Takes input_ids and labels, returns the loss; many blocks, so that one of them is little of
-    the whole.
-    """
-
-    def __init__(self, depth: int = 24) -> None:
-        super().__init__()
-        self.inner = TinyGPT(width=64, depth=depth, length=32)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.inner(input_ids)
+def language(depth: int = 24) -> nn.Module:
+    """Many blocks, so that one of them is little of the whole."""
+    return Language(width=64, depth=depth, length=32)
 
 
 def asked(tiers: dict[str, Any] | None = None, **changes: Any) -> choices.Asked:
@@ -42,7 +33,7 @@ ON_DISK = {"offload_optimizer": "nvme", "nvme": ["/nvme"]}
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parameters_off_the_device_mean_stage_3_however_many_ranks(ranks: int) -> None:
-    chosen = choose(Language(2), *asked(ranks=ranks, local_ranks=ranks, tiers=EVERYTHING))
+    chosen = choose(language(2), *asked(ranks=ranks, local_ranks=ranks, tiers=EVERYTHING))
     assert chosen.stage == 3 and set(chosen.needed) == {3}
     assert (
         chosen.planned is not None
@@ -53,13 +44,13 @@ def test_parameters_off_the_device_mean_stage_3_however_many_ranks(ranks: int) -
 
 def test_what_fits_at_no_stage_fits_with_its_states_on_nvme() -> None:
     whole, away_ = (
-        choose(Language(), *asked()).needed,
-        choose(Language(), *asked(tiers=ON_DISK)).needed,
+        choose(language(), *asked()).needed,
+        choose(language(), *asked(tiers=ON_DISK)).needed,
     )
     assert away_[3] < whole[3], (whole, away_)
     tight = int((whole[3] + away_[3]) / 2 / api.USABLE)
-    assert "may run out of memory" in choose(Language(), *asked(free=tight)).reason
-    chosen = choose(Language(), *asked(free=tight, tiers=ON_DISK))
+    assert "may run out of memory" in choose(language(), *asked(free=tight)).reason
+    chosen = choose(language(), *asked(free=tight, tiers=ON_DISK))
     assert "may run out" not in chosen.reason and chosen.planned is not None
     assert (
         chosen.planned.account.rest.get(MOMENTS, 0) == 0

@@ -15,53 +15,47 @@ from onefold.plan import api
 from onefold.plan.job import Job
 from onefold.train.prepare import choose
 from ranks import run_ranks
-from zoo import TinyGPT
+from zoo import Language
 
 MIB = 1 << 20
 ROOMY = 1 << 34
 
 
-class Language(nn.Module):
-    """Takes input_ids and labels, returns the loss; some hundred thousand parameters."""
-
-    def __init__(self, width: int = 64, depth: int = 6) -> None:
-        super().__init__()
-        self.inner = TinyGPT(vocabulary=257, width=width, heads=2, depth=depth, length=64)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.inner(input_ids)
+def language() -> nn.Module:
+    """Some hundred thousand parameters."""
+    return Language(vocabulary=257, width=64, heads=2, depth=6, length=64)
 
 
 def test_whole_gradients_of_accumulation_move_the_choice_from_stage_1_to_2() -> None:
     several = {"global_batch": 2 * 4 * 4}
-    peaks = choose(Language(), *asked(**several)).needed
+    peaks = choose(language(), *asked(**several)).needed
     assert peaks[1] > peaks[2]
     assert (
         choose(
-            Language(), *asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))
+            language(), *asked(**several, free=int((peaks[1] + peaks[2]) / 2 / api.USABLE))
         ).stage
         == 2
     )
 
 
 def test_what_does_not_fit_is_said_and_tried_all_the_same() -> None:
-    chosen = choose(Language(), *asked(free=MIB))
+    chosen = choose(language(), *asked(free=MIB))
     assert chosen.stage == 3 and "may run out of memory" in chosen.reason
-    assert choose(Language(), *asked(stage="1", free=MIB)).stage == 1
+    assert choose(language(), *asked(stage="1", free=MIB)).stage == 1
 
 
 def test_what_only_higher_stages_do_does_not_hinder_a_lower_one() -> None:
     config, ranks, free = asked(reduce_at="micro-batch")
-    assert config.recipe(choose(Language(), config, ranks, free).stage).stage == 1
+    assert config.recipe(choose(language(), config, ranks, free).stage).stage == 1
 
 
 # -- onefold.plan.recipe_for -----------------------------------------------------------------------
 
 
 def test_a_recipe_by_itself_fits_one_process() -> None:
-    recipe = onefold.plan.recipe_for(Language(), seq=16, precision="bf16", prefetch=1)
+    recipe = onefold.plan.recipe_for(language(), seq=16, precision="bf16", prefetch=1)
     assert recipe.stage == 0 and recipe.parameters.dtype is torch.bfloat16 and recipe.prefetch == 1
-    model = onefold.shard(Language(), recipe)
+    model = onefold.shard(language(), recipe)
     ids = torch.zeros((1, 16), dtype=torch.long)
     model(input_ids=ids, labels=ids).float().backward()
 
@@ -71,8 +65,8 @@ def recipe_here(free: tuple[int, int], seq: int) -> int | None:
     import torch.distributed as dist
 
     api.free_host_memory = lambda: 2 * free[dist.get_rank()]
-    recipe = onefold.plan.recipe_for(Language(), seq=seq)
-    onefold.shard(Language(), recipe)
+    recipe = onefold.plan.recipe_for(language(), seq=seq)
+    onefold.shard(language(), recipe)
     return recipe.stage
 
 
@@ -94,7 +88,7 @@ def test_two_ranks_agree_on_their_nodes_whatever_the_launcher_says() -> None:
 
 
 def test_two_ranks_agree_on_what_fits_the_one_that_has_least() -> None:
-    peaks = choose(Language(), *asked(ranks=2, local_ranks=2, micro_batch=1, seq=16)).needed
+    peaks = choose(language(), *asked(ranks=2, local_ranks=2, micro_batch=1, seq=16)).needed
     tight = int((peaks[2] + peaks[3]) / 2 / api.USABLE)
     assert run_ranks(2, recipe_here, (ROOMY, ROOMY), 16) == [1, 1]
     assert run_ranks(2, recipe_here, (ROOMY, tight), 16) == [3, 3]

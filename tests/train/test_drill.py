@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from started_runs import environment
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -28,19 +30,12 @@ def test_the_drill_of_the_docs_runs_as_printed(tmp_path: Path) -> None:
             f'#!/bin/sh\nexec "{sys.executable}" {what} "$@"\n', encoding="utf-8"
         )
         (tmp_path / "bin" / name).chmod(0o755)
-    environment = {
-        **os.environ,
-        "PATH": f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-        ),
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
+    path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    own = environment(tmp_path / "tmp") | {"PATH": path, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", "\n".join(blocks)],
         cwd=tmp_path,
-        env=environment,
+        env=own,
         text=True,
         capture_output=True,
         timeout=900,

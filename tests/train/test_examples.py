@@ -21,9 +21,9 @@ SERVER = "libraries"
 ROOT = Path(__file__).parents[2]
 
 
-def under_torchrun(folder: Path, name: str) -> str:
+def under_torchrun(folder: Path, name: str, *arguments: Path) -> str:
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    program = [f"--log-dir={folder}", str(ROOT / "examples" / name)]
+    program = [f"--log-dir={folder}", str(ROOT / "examples" / name), *arguments]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
@@ -47,6 +47,13 @@ def as_a_program(name: str, arguments: tuple[str, ...], port: int) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as said:
         runpy.run_path(str(ROOT / "examples" / name), run_name="__main__")
     return said.getvalue()
+
+
+def losses_of(lines: list[str]) -> list[float]:
+    """That of each line about a step."""
+    return [
+        float(line.split("loss ")[1].split(",")[0]) for line in lines if line.startswith("step")
+    ]
 
 
 @pytest.mark.slow
@@ -80,14 +87,8 @@ def test_the_example_of_trainer_learns_and_saves_what_opens_again(tmp_path: Path
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     config = LlamaConfig(**sizes, vocab_size=64, num_hidden_layers=2, num_key_value_heads=2)
     LlamaForCausalLM(config).save_pretrained(str(tmp_path / "in"))
-    program = [str(ROOT / "examples" / "trainer.py"), str(tmp_path / "in"), str(tmp_path / "out")]
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *program],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}, text=True, capture_output=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    first, last = done.stdout.split("loss ")[1].split(", saved")[0].split(" -> ")
+    out = under_torchrun(tmp_path, "trainer.py", tmp_path / "in", tmp_path / "out")
+    first, last = out.split("loss ")[1].split(", saved")[0].split(" -> ")
     assert float(last) < float(first)
     opened = AutoModelForCausalLM.from_pretrained(str(tmp_path / "out" / "model"))
     assert opened.config.hidden_size == 32
@@ -128,7 +129,7 @@ def test_each_part_for_slow_links_sends_what_its_formula_says_and_learns_the_sam
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ranks_of_tensor_and_expert_parallelism_learn_together(stage: int) -> None:
     lines = forked("several_axes.py", "--stage", str(stage), ranks=4).splitlines()
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
+    losses = losses_of(lines)
     norms = [float(line.split("norm ")[1]) for line in lines]
     assert len(losses) == 4 and losses[-1] < losses[0] and min(norms) > 0, lines
 
@@ -140,7 +141,7 @@ def test_a_pipeline_that_goes_on_learns_as_one_that_never_stopped(tmp_path: Path
         for steps in (3, 6)
     )
     assert [*first, *rest] == whole and len(first) == 3
-    losses = [float(line.split("loss ")[1]) for line in whole]
+    losses = losses_of(whole)
     assert losses[-1] < losses[0]
 
 
@@ -151,7 +152,7 @@ def test_ranks_with_parts_of_each_sample_learn_together(
 ) -> None:
     given = ["--cp", str(cp), "--attention", attention, "--stage", str(stage)]
     lines = forked("context_parallel.py", *given, ranks=4).splitlines()
-    losses = [float(line.split("loss ")[1].split(",")[0]) for line in lines]
+    losses = losses_of(lines)
     assert len(losses) == 4 and losses[-1] < 0.8 * losses[0], lines
 
 
@@ -171,11 +172,7 @@ def test_a_model_larger_than_its_memory_trains_from_the_disk_and_leaves_nothing_
         "--lr",
         "1e-3",
     )
-    losses = [
-        float(line.split("loss ")[1].split(",")[0])
-        for line in out.splitlines()
-        if line.startswith("step")
-    ]
+    losses = losses_of(out.splitlines())
     assert len(losses) == 5 and losses[-1] < losses[0] - 0.5
     parameters, on_disk = (
         float(out.split(" million")[0].split()[-1]),
@@ -219,11 +216,7 @@ def test_one_process_trains_a_folder_of_weights_in_less_memory_than_its_state_ta
         *options,
         ranks=1,
     )
-    losses = [
-        float(line.split("loss ")[1].split(",")[0])
-        for line in out.splitlines()
-        if line.startswith("step")
-    ]
+    losses = losses_of(out.splitlines())
     assert len(losses) == 3 and losses[-1] < losses[0] - 0.5
     state, above = (
         float(out.split(" GB of state")[0].split()[-1]) * 1e9,

@@ -8,13 +8,11 @@ import pytest
 import torch
 
 import onefold
-from onefold.processes.ranks import Ranks
 from onefold.train.config import resolve
 from onefold.train.loop import train
 from onefold.train.prepare import prepare
 from onefold.train.worker import explain, is_out_of_memory
-
-ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
+from started_runs import alone
 
 
 def test_the_error_names_unit_ledger_plan_and_remedy(tmp_path: Path) -> None:
@@ -27,7 +25,7 @@ def test_the_error_names_unit_ledger_plan_and_remedy(tmp_path: Path) -> None:
         "steps": 3,
         "precision": "bf16",
     }
-    run = prepare(resolve(given), ALONE, lambda line: None)
+    run = prepare(resolve(given), alone(), lambda line: None)
     block = next(u for u in onefold.engine_of(run.model).units if u.name != "(root)")
     module = block.module()
     assert module is not None

@@ -14,17 +14,16 @@ import pytest
 import torch
 from torch import nn
 
-from onefold.processes.ranks import Ranks
 from onefold.train import loop
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
 from onefold.train.prepare import Run, prepare
 from onefold.wording import TrainError
+from started_runs import alone
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
 
-ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz ", k=3000))
 #: What goes wrong at which micro-batch (see `mark_of`).
 FAULTS: dict[int, str] = {}
@@ -105,7 +104,7 @@ def make(text: str, **options: Any) -> Run:
         "eval_every": 0,
         "units": "Faulty",
     }
-    return prepare(resolve({**given, **options}), ALONE, lambda line: None)
+    return prepare(resolve({**given, **options}), alone(), lambda line: None)
 
 
 def break_at(run: Run, batch: int, fault: str, micro_batch: int = 0) -> None:

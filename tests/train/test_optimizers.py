@@ -18,17 +18,15 @@ import torch
 from onefold.plan.job import Job
 from onefold.processes.signals import Stop
 from onefold.recipe.optimizers import PLANNED, TRAINED
-from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.launch import check_early
 from onefold.train.loop import train
 from onefold.train.optimizers import make, planned_as
-from onefold.train.prepare import prepare
 from onefold.train.report import Reporter
 from onefold.wording import TrainError
 from ranks import run_ranks
-from started_runs import JOB, alone, losses_in_ranks, losses_on, this_rank
+from started_runs import JOB, alone, begun, losses_in_ranks, losses_on, this_rank
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -121,10 +119,7 @@ def test_a_run_goes_on_with_its_optimizers_states_and_not_with_anothers(tmp_path
     def started(**more: Any) -> tuple[Any, Keeper]:
         given = {**JOB, **job, "steps": 6, "schedule": "constant", "resume": "auto", **more}
         config = resolve(given | {"output": str(tmp_path / "cut")})
-        point = checkpoints.find(config, restarted=False)
-        run = prepare(config, alone(), lambda line: None, point)
-        if point is not None:
-            checkpoints.load(run, point)
+        run, _ = begun(config, alone())
         return run, Keeper(run, tmp_path / "cut", Reporter())
 
     found: list[float] = []
@@ -169,10 +164,7 @@ def rows_with_muon(job: dict[str, Any], most: int) -> tuple[list[Any], dict[str,
     """
     ranks = this_rank() if "RANK" in os.environ else alone()
     config = resolve({**JOB, **job, "resume": "auto"})
-    point = checkpoints.find(config, restarted=False)
-    run = prepare(config, ranks, lambda line: None, point)
-    if point is not None:
-        checkpoints.load(run, point)
+    run, _ = begun(config, ranks)
     keeper = Keeper(run, Path(job["output"]), Reporter())
     rows: list[Any] = []
     train(run, lambda: Stop.INTERRUPT * (len(rows) >= most), rows.append, keeper=keeper)

@@ -12,49 +12,21 @@ from typing import Any, cast
 
 import pytest
 import torch
-from torch import nn
 
-from onefold.processes.ranks import Ranks
 from onefold.processes.signals import Stop
 from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
-from onefold.train.prepare import Run, micro_batch_that_divides, prepare
+from onefold.train.prepare import Run, micro_batch_that_divides
 from onefold.train.report import Metrics, Reporter
 from onefold.wording import TrainError
+from started_runs import alone, begun
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
 
-ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
-
-
-class Dropping(nn.Module):
-    """A language model with dropout: its losses tell whether the random generators go on where they
-    stood.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(257, 16)
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.3)) for _ in range(2)
-        )
-        self.out = nn.Linear(16, 257)
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = x + torch.tanh(block(x))
-        return nn.functional.cross_entropy(
-            self.out(x)[:, :-1].reshape(-1, 257), labels[:, 1:].reshape(-1)
-        )
-
-
-def build() -> nn.Module:
-    return Dropping()
 
 
 @pytest.fixture
@@ -64,9 +36,11 @@ def text(tmp_path: Path) -> str:
 
 
 def start(text: str, output: Path, **options: Any) -> tuple[Run, Keeper]:
-    """A start of the run as the command makes it, on one rank in this process."""
+    """A start of the run as the command makes it, on one rank in this process. Its losses tell
+    whether the random generators go on where they stood.
+    """
     given = {
-        "model": f"{__name__}:build",
+        "model": "small_lm:dropping",
         "tokenizer": "bytes",
         "data": text,
         "seq": 32,
@@ -75,10 +49,7 @@ def start(text: str, output: Path, **options: Any) -> tuple[Run, Keeper]:
         "lr": 1e-2,
     }
     config = resolve({**given, "output": str(output), **options})
-    point = checkpoints.find(config, restarted=False)
-    run = prepare(config, ALONE, lambda line: None, point)
-    if point is not None:
-        checkpoints.load(run, point)
+    run, _ = begun(config, alone())
     return run, Keeper(run, output, Reporter())
 
 

@@ -25,7 +25,6 @@ from started_runs import alone, this_rank
 #: Of ranks.SERVERS.
 SERVER = "libraries"
 
-ALONE = Ranks(0, 1, 0, 1, torch.device("cpu"), "gloo", None)
 TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 
 
@@ -66,7 +65,7 @@ def text(tmp_path: Path) -> str:
     return str(tmp_path / "text.txt")
 
 
-def make(text: str, ranks: Ranks = ALONE, **options: Any) -> Run:
+def make(text: str, ranks: Ranks | None = None, **options: Any) -> Run:
     given = {
         "model": "llama:tiny",
         "tokenizer": "bytes",
@@ -76,7 +75,7 @@ def make(text: str, ranks: Ranks = ALONE, **options: Any) -> Run:
         "eval_every": 0,
         "lr": 1e-3,
     }
-    return prepare(resolve({**given, **options}), ranks, lambda line: None)
+    return prepare(resolve({**given, **options}), ranks or alone(), lambda line: None)
 
 
 def steps(run: Run) -> list[Row]:

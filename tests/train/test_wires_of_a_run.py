@@ -11,16 +11,15 @@ from typing import Any
 import pytest
 
 from onefold.processes.ranks import Ranks
-from onefold.train import checkpoints
 from onefold.train.checkpoints import Keeper
 from onefold.train.config import resolve
 from onefold.train.loop import Row, train
-from onefold.train.prepare import Run, prepare
+from onefold.train.prepare import Run
 from onefold.train.report import Reporter, describe, observe
 from onefold.wording import TrainError
 from ranks import run_ranks
 from small_lm import SmallLM
-from started_runs import JOB, alone, this_rank
+from started_runs import JOB, alone, begun, this_rank
 
 #: Of ranks.SERVERS.
 SERVER = "libraries"
@@ -88,9 +87,7 @@ def ran(ranks: Ranks, options: dict[str, Any]) -> tuple[Run, list[Row], list[str
     """
     config = resolve(options)
     folder, rows = Path(options["output"]), list[Row]()
-    point = checkpoints.find(config, restarted=False)
-    run = prepare(config, ranks, lambda line: None, point)
-    said = checkpoints.load(run, point) if point is not None else []
+    run, said = begun(config, ranks)
     keeper = Keeper(run, folder, Reporter())
     train(run, lambda: 0, rows.append, keeper=keeper)
     keeper.close()
