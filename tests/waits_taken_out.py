@@ -58,6 +58,8 @@ TESTS = [
     "tests/promises/test_steps_of_tiers.py",
     "tests/checkpoints/test_asynchronous.py",
     "tests/train/test_a_step_late.py",
+    "tests/optim/test_whole.py::test_scaling_and_clipping_come_before_the_whole_step",
+    "tests/parallel/test_dtensor_parameters.py::test_a_gradient_under_way_is_waited_for",
     "tests/waits/test_waits.py",
 ]
 #: Methods by the last names of what they are called on and of themselves; "*" is anything. `flush`

@@ -23,6 +23,7 @@ from on_ranks import on_ranks
 from onefold.checkpoint import Background, CheckpointError, tensorfile
 from onefold.checkpoint.background import Copying
 from onefold.deepspeed.zero import GatheredParameters
+from onefold.ema import EMA
 from promises.jobs import whole_states
 from reference import adamw, built, differences, on_each_rank, train, weights
 from zoo import TinyGPT, tokens_of
@@ -92,6 +93,11 @@ def gathered(model: nn.Module, *_: Any) -> None:
         time.sleep(2 * HELD)
 
 
+def averaged(model: nn.Module, *_: Any) -> None:
+    with EMA(model, 0.9).applied():
+        pass
+
+
 def another_structure(model: nn.Module, *_: Any) -> None:
     onefold.shard(onefold.unshard(model), onefold.Recipe.zero(3))
 
@@ -99,13 +105,19 @@ def another_structure(model: nn.Module, *_: Any) -> None:
 #: What is done while a save has not yet copied.
 ACTS: list[Act] = [
     lambda model, optimizer, _: step(model, optimizer, 3), by_hand, whole, other_weights, other_states,
-    gathered, another_structure,
+    averaged, gathered, another_structure,
 ]  # fmt: skip
 
 
 @on_ranks(2, fresh=True)
 @pytest.mark.parametrize(
-    ("stage", "options", "acts"), [(0, {}, 1), (1, {"offload_optimizer": "cpu"}, 6), (3, {}, 7)]
+    ("stage", "options", "acts"),
+    [
+        (0, {}, 1),
+        (1, {"offload_optimizer": "cpu"}, 7),
+        (3, {}, 8),
+        (1, {"offload_optimizer": "cpu", "step_in_backward": True}, 1),
+    ],
 )
 def test_whatever_follows_waits_for_the_copy_which_is_of_the_moment_of_the_call(
     stage: int, options: dict[str, Any], acts: int, folder: Path

@@ -25,7 +25,7 @@ from axes_models import (
 )  # fmt: skip
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import onefold
@@ -128,6 +128,26 @@ def test_what_a_module_writes_to_its_dtensor_in_a_pass_stays(stage: int) -> None
         job.model(batches_of(job.case, job.data_rank)[0])
         hook.remove()
     assert torch.equal(param.onefold.gather(), before * 0.5)
+
+
+class Behind(nn.Linear):
+    """Gathers its weight, and sums its gradient, behind other work."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight: Any = self.weight
+        weight = weight.redistribute(placements=[Replicate()], async_op=True)
+        return x @ weight.to_local(grad_placements=[Partial()]).t()
+
+
+@on_ranks(2)
+def test_a_gradient_under_way_is_waited_for() -> None:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model: Any = Behind(3, 4, bias=False)
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh["tp"], [Shard(0)]))
+    model = onefold.shard(model, onefold.Recipe.zero(2), mesh=mesh, data="dp")
+    model(torch.full((1, 3), dist.get_rank() + 1.0)).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert model.weight.onefold.gather().eq(-2.0).all()
 
 
 @on_ranks(4)

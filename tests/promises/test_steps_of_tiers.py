@@ -9,6 +9,7 @@ import copy
 import math
 import pickle
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -171,6 +172,29 @@ def test_a_step_behind_the_backward_pass_that_fails_on_one_rank_is_raised_on_eve
     model(features_of(1, 3, 7)).backward()
     with pytest.raises(RuntimeError, match="half way" if fails else "another rank"):
         optimizer.step()
+
+
+@virtual.alone
+def test_a_few_units_at_a_time_wait_for_their_step_on_the_device_of_the_rank() -> None:
+    done, ahead = list[int](), list[int]()
+
+    class Slow(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            time.sleep(0.1)
+            done.append(torch.accelerator.current_device_index())
+
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(8)))
+    recipe = onefold.Recipe.zero(0, **BEHIND, in_flight=0)
+    model = onefold.shard(layers, recipe, device="virtual:1", units=(nn.Linear,))
+    optimizer = Slow(model.parameters(), lr=0.1)
+    for p in model.parameters():
+        p.register_hook(lambda _: ahead.append(len(done)))
+    for _ in range(2):
+        done.clear()
+        model(torch.ones(2, 8, device="virtual:1")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert done[:8] == [1] * 8 and ahead[-1] > 3
 
 
 def test_a_unit_stepped_twice_or_with_another_rate_is_refused(tmp_path: Path) -> None:

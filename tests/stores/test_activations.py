@@ -277,6 +277,16 @@ def test_what_is_read_on_two_streams_keeps_its_memory_until_both_have_read_it() 
         assert float(one) == float(other) == 3.0 * 64 * 64 and float(again[0, 0]) == 5.0
 
 
+@virtual.alone
+def test_slabs_are_given_back_when_copies_have_read_them() -> None:
+    for seed in range(5):
+        virtual.start(seed)
+        store = store_of(MIB, "virtual")
+        t = store.unpack(store.pack(torch.full((64, 64), 3.0, device="virtual")))
+        store.arena.close()
+        assert virtual.cpu_alias(t).eq(3.0).all()
+
+
 # -- once down, once up ----------------------------------------------------------------------------
 
 
@@ -329,8 +339,10 @@ class Fails(torch.autograd.Function):
         raise ValueError("on purpose")
 
 
+@virtual.alone
 def test_graphs_that_are_dropped_raise_or_are_read_in_part_give_their_memory_back() -> None:
-    store, x = store_of(ahead=MIB, window=0), features_of(1, 20, 20).requires_grad_()
+    store = store_of(ahead=MIB, window=0, device="virtual")
+    x = features_of(1, 20, 20).to("virtual").requires_grad_()
     with saving(store):
         dropped = (x * 2).sin().cos().sum()
         raises = Fails.apply((x * 2).sin().cos()).tanh().sum()  # type: ignore[no-untyped-call]

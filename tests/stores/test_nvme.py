@@ -16,6 +16,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import looks
 import onefold
@@ -515,6 +516,29 @@ def test_a_run_that_will_not_fit_is_refused_on_every_rank_before_it_begins(folde
         Run(folder)
     dist.barrier()
     assert list(folder.iterdir()) == []
+
+
+def test_a_pass_that_raises_leaves_no_read_under_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = onefold.Recipe.zero(
+        3, offload_optimizer="nvme", offload_param="nvme", nvme=str(tmp_path)
+    )
+    layers = nn.Sequential(*(nn.Linear(300, 300) for _ in range(6)))
+    model = onefold.shard(layers, recipe, units=(nn.Linear,))
+    model(torch.ones(2, 300)).sum().backward()
+    ended = list[int]()
+
+    def late(nbytes: int) -> None:
+        time.sleep(0.3)
+        ended.append(nbytes)
+
+    disk_that(monkeypatch, late, "read")
+    with pytest.raises(RuntimeError):
+        model(torch.ones(2, 299))
+    found = len(ended)
+    time.sleep(1.0)
+    assert 0 < found == len(ended)
 
 
 def test_nothing_is_read_where_gathers_read_the_masters_themselves(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import onefold
 import standin
@@ -171,12 +172,30 @@ def by_a_load(model: Any, at: str) -> None:
     onefold.load(at, model=model)
 
 
+def unseen(model: Any, at: str) -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        in_place(model, at)
+
+
 OVERWRITING = [
     by_a_load, by_the_whole, inside_full_params, by_dcp, in_place, all_together, through_data, by_other_data, by_views_kept_since,
+    unseen,
 ]  # fmt: skip
 
 
-def overwritten(overwrite: Callable[[Any, str], None], folder: Path, several: bool = False) -> None:
+class Dropping(TinyGPT):
+    """Rank 1 leaves the last block out."""
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks[: 3 - dist.get_rank()]:
+            x = block(x)
+        return self.head(x)
+
+
+def overwritten(
+    overwrite: Callable[[Any, str], None], folder: Path, several: bool = False, build: Any = TinyGPT
+) -> None:
     """The loss of an evaluation behind which masters are overwritten, and the loss after it, are
     those of each operation at once.
     """
@@ -186,8 +205,10 @@ def overwritten(overwrite: Callable[[Any, str], None], folder: Path, several: bo
     if several:
         standin.register("cpu", "virtual")
         group = standin.new_group()
-    recipe = onefold.Recipe.zero(3, precision="fp32", **HOST)
-    model: Any = onefold.shard(TinyGPT(), recipe, device="virtual", group=group)
+    recipe = onefold.Recipe.zero(3, precision="bf16" if overwrite is unseen else "fp32", **HOST)
+    if build is Dropping:
+        recipe = onefold.Recipe.zero(1, precision="fp32")
+    model: Any = onefold.shard(build(), recipe, device="virtual", group=group)
     first = onefold.full_state_dict(model)
     in_place(model, "")
     at = str(onefold.save(folder / "zeros", model=model))
@@ -196,10 +217,11 @@ def overwritten(overwrite: Callable[[Any, str], None], folder: Path, several: bo
         onefold.load_full_state_dict(model, first)
         views = overwrite is by_views_kept_since
         model.views = [p.data for p in model.parameters()] if views else []
+        batch = tokens_of(9).to("virtual")
         with torch.no_grad():
-            loss = model(tokens_of(9).to("virtual"))
+            loss = model(batch)
             overwrite(model, at)
-            after = model(tokens_of(9).to("virtual"))
+            after = model(batch)
         if seed is None:
             expected = float(loss), float(after)
             assert expected[0] != expected[1], "nothing was overwritten"
@@ -214,6 +236,11 @@ def test_masters_on_the_host_are_overwritten_behind_the_copies_of_them(
     overwrite: Callable[[Any, str], None], folder: Path
 ) -> None:
     overwritten(overwrite, folder)
+
+
+@on_ranks(2, fresh=True)
+def test_masters_are_overwritten_behind_gathers_that_a_rank_did_not_use(folder: Path) -> None:
+    overwritten(in_place, folder, True, Dropping)
 
 
 @on_ranks(2, fresh=True)
