@@ -347,21 +347,20 @@ class Gatherer:
         hooks, self.hooks = self.hooks, None
         if hooks is not None:
             hooks.__exit__(None, None, None)
-        for unit in self.units if not aborted else ():
-            self.wait(unit)  # a refreshed copy that this rank did not use
+        if not aborted:
+            self.join_rest(self.forward)
+            for unit in self.units:
+                self.wait(unit)  # a refreshed copy or joined unit that this rank did not use
         if not self.sharded:
             return
         keep = self._keeps_for_backward and not aborted
         last = self._kept_last if not aborted and self.group.broken is None else ()
-        if not aborted:
-            self.join_rest(self.forward)
         self.forward.walk = []
         for unit in self.sharded:
             unit.borrowed = unit.unwanted = False
             if unit.state is State.SHARDED:
                 continue
             if unit in last and not unit.ungathered:
-                self.wait(unit)  # it may have been joined and not used
                 unit.used, unit.awaiting_backward = False, True
                 continue
             # Where units stay gathered for the backward pass, those that this rank joined and did
