@@ -451,10 +451,14 @@ def test_a_group_that_cannot_be_made_leaves_nothing_behind(made: int) -> None:
 
 
 def without_the_last(comes: bool, limit: float) -> None:
-    if comes or dist.get_rank() < 3:
+    store, last = dist.distributed_c10d._get_default_store(), dist.get_rank() == 3
+    while last and not comes and store.add("given up", 0) < 3:
+        time.sleep(0.05)
+    try:
         made = Communicators([0, 1, 2, 3], CPU, limit).make("gloo", on_demand=True)
-    if dist.get_rank() == 3:
-        time.sleep(0 if comes else 6)
+    finally:
+        store.add("given up", 1)
+    if last:
         os._exit(1)
     made.recv([torch.empty(1)], 3, 0).wait()
 
@@ -465,7 +469,7 @@ def test_a_rank_that_ends_or_does_not_come_is_noticed_before_any_message(
 ) -> None:
     *others, _ = outcomes_of(4, without_the_last, comes, limit, timeout=30)
     said = "by peer" if comes else "other ranks of [0, 1, 2, 3] to call it too"
-    assert all(said in other.message and other.seconds < 5 for other in others), others
+    assert all(said in other.message and other.seconds < 20 for other in others), others
 
 
 def test_a_store_that_does_not_answer_is_told_and_costs_one_thread() -> None:

@@ -193,8 +193,16 @@ class Dropping(TinyGPT):
         return self.head(x)
 
 
+def held(precision: str = "fp32") -> onefold.Recipe:
+    return onefold.Recipe.zero(3, precision=precision, **HOST)
+
+
 def overwritten(
-    overwrite: Callable[[Any, str], None], folder: Path, several: bool = False, build: Any = TinyGPT
+    overwrite: Callable[[Any, str], None],
+    folder: Path,
+    recipe: onefold.Recipe,
+    several: bool = False,
+    build: Callable[[], Any] = TinyGPT,
 ) -> None:
     """The loss of an evaluation behind which masters are overwritten, and the loss after it, are
     those of each operation at once.
@@ -205,9 +213,6 @@ def overwritten(
     if several:
         standin.register("cpu", "virtual")
         group = standin.new_group()
-    recipe = onefold.Recipe.zero(3, precision="bf16" if overwrite is unseen else "fp32", **HOST)
-    if build is Dropping:
-        recipe = onefold.Recipe.zero(1, precision="fp32")
     model: Any = onefold.shard(build(), recipe, device="virtual", group=group)
     first = onefold.full_state_dict(model)
     in_place(model, "")
@@ -235,19 +240,21 @@ def overwritten(
 def test_masters_on_the_host_are_overwritten_behind_the_copies_of_them(
     overwrite: Callable[[Any, str], None], folder: Path
 ) -> None:
-    overwritten(overwrite, folder)
+    # A copy in another dtype than the masters' is written anew after writes that nothing tells of
+    overwritten(overwrite, folder, held("bf16" if overwrite is unseen else "fp32"))
 
 
 @on_ranks(2, fresh=True)
 def test_masters_are_overwritten_behind_gathers_that_a_rank_did_not_use(folder: Path) -> None:
-    overwritten(in_place, folder, True, Dropping)
+    recipe = onefold.Recipe.zero(1, precision="fp32")
+    overwritten(in_place, folder, recipe, several=True, build=Dropping)
 
 
 @on_ranks(2, fresh=True)
 def test_intervals_on_the_host_that_code_kept_are_overwritten_behind_the_copies_of_them(
     folder: Path,
 ) -> None:
-    overwritten(by_views_kept_since, folder, several=True)
+    overwritten(by_views_kept_since, folder, held(), several=True)
 
 
 @on_ranks(1, fresh=True)
@@ -257,8 +264,7 @@ def test_weights_on_the_host_take_the_averages_place_behind_the_copies_of_these(
     for seed in (None, *range(6)):
         virtual.start(seed=seed)
         torch.manual_seed(0)
-        recipe = onefold.Recipe.zero(3, precision="fp32", **HOST)
-        model: Any = onefold.shard(TinyGPT(), recipe, device="virtual")
+        model: Any = onefold.shard(TinyGPT(), held(), device="virtual")
         average = EMA(model, 0.9)
         average.update()
         in_place(model, "")
